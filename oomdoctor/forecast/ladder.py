@@ -275,7 +275,7 @@ class Ladder:
             is_tried=any(part.fix.is_tried for part in rung),
             caveat="; ".join(caveats) or None,
             parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
-            stronger=tuple(one.proposal.dose for one, *others in self.rungs[index + 1 :] if not others),
+            stronger=tuple(one.proposal for one, *others in self.rungs[index + 1 :] if not others),
         )
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Role
 
 
@@ -119,7 +119,7 @@ class Candidate:
         is_tried: whether a retry runs both programs on a few rows before it makes the change, so that what it promises
             is still to be checked.
         parts: the two that it is made of, each as its id and its dose; empty where it is one.
-        stronger: the doses of the one that are stronger, mildest first.
+        stronger: what its fix proposes in stronger doses, mildest first.
         breaks: whether its shadow run failed where that of the unchanged cell did not.
         refuted: what a retry found that makes it wrong for this program, None where nothing was found.
     """
@@ -134,7 +134,7 @@ class Candidate:
     is_tried: bool = False
     caveat: str | None = None
     parts: tuple[tuple[str, Dose], ...] = ()
-    stronger: tuple[Dose, ...] = ()
+    stronger: tuple[Proposal, ...] = ()
     breaks: bool = False
     refuted: str | None = None
 

@@ -167,6 +167,16 @@ def weak(value: Any) -> Any:
         return value
 
 
+LIGHT_BYTES: Final = 64 << 10
+"""Contents of so many bytes are copied before every cell."""
+
+
+def is_small_array(value: Any) -> bool:
+    """Return whether a value is an array that no more than ``LIGHT_BYTES`` live or die with, its own or another's."""
+    owner = value if kind_of(type(value)) is not Kind.ARRAY or value.base is None else value.base
+    return kind_of(type(owner)) is Kind.ARRAY and owner.base is None and owner.nbytes <= LIGHT_BYTES
+
+
 def living(held: Any) -> Any:
     """Return the value that is held weakly or as it is, ``GONE`` if it died."""
     return held.get() if type(held) is Weak else held

@@ -17,6 +17,7 @@ from typing import Any, Final
 from oomdoctor.errors import StateError
 from oomdoctor.objects.containers import (
     GONE,
+    LIGHT_BYTES,
     LIGHT_TYPES,
     REFILLED,
     SetCopy,
@@ -30,8 +31,6 @@ from oomdoctor.objects.containers import (
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.mementos import Code, Memento
 
-LIGHT_BYTES: Final = 64 << 10
-"""Contents of so many bytes are copied before every cell."""
 LONG: Final = 20_000
 _MOST_COPIED: Final = 1 << 18
 """How many items of long containers are copied before a cell, whatever it writes into."""

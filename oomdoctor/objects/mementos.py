@@ -23,6 +23,7 @@ from oomdoctor.objects.containers import (
     Weak,
     fill,
     is_light,
+    is_small_array,
     items_of,
     length_of,
     living,
@@ -288,7 +289,7 @@ def _held(value: Any) -> Any:
     if kind_of(type(value)) in CONTAINERS:
         is_copied = type(value) in _COPIED and len(value) <= _FEW and is_light(value)
         return value if is_copied else _standing(value)
-    return weak(value)
+    return value if is_small_array(value) else weak(value)
 
 
 class Frame(Memento):

@@ -112,7 +112,7 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
 def _stronger(candidate: Candidate) -> list[Candidate]:
     """Return the candidate in its stronger doses; two fixes together have none."""
     unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-    return [replace(candidate, dose=dose, forecast=unpriced) for dose in candidate.stronger]
+    return [replace(candidate, dose=one.dose, caveat=one.caveat, forecast=unpriced) for one in candidate.stronger]
 
 
 def _with(plan: Plan, made: Candidate | None) -> Plan:

@@ -129,8 +129,7 @@ def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Cas
         return None
     others = [one for one in estimated.candidates if one is not known]
     unchanged = replace(estimated.unchanged, refused="what healed the cell before comes before any new forecast")
-    stronger = tuple(one.dose for one in proposals[at + 1 :])
-    candidates = (replace(known, forecast=measured, stronger=stronger), *others)
+    candidates = (replace(known, forecast=measured, stronger=tuple(proposals[at + 1 :])), *others)
     return replace(case, plan=replace(estimated, unchanged=unchanged, candidates=candidates))
 
 

@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType,
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
-from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, Recipe, attribute_path, is_light
+from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, Recipe, attribute_path, is_light, is_small_array
 from oomdoctor.objects.copies import LONG, Contents, Long
 from oomdoctor.objects.kinds import (
     Kind,
@@ -303,7 +303,7 @@ def _look_into(shape: Shape, value: Any, path: str, depth: int) -> None:
     shape.add(Foreign(value, attributes, path))
     for name, item in attributes.items():
         kind = kind_of(type(item))
-        if kind in OBJECTS or kind is Kind.TENSOR:
+        if kind in OBJECTS or kind is Kind.TENSOR or is_small_array(item):
             shape.hold(item, f"{path}.{name}", DEPTH)
         elif type(item) in PLAIN_CONTAINERS and len(item) <= LONG and is_light(item):
             shape.light.add(item)

@@ -193,7 +193,7 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
     classes = [one for one in inside.values() if issubclass(type(one), type) and not is_installed(module_of(one))]
     mention: dict[int, frozenset[str]] = {}
     for one in (*functions, *classes):
-        if names := _mentioned_by_own(one) & unread:
+        if names := _mentioned_by_own(one, namespace) & unread:
             mention[id(one)] = names
     objects = [one for one in inside.values() if id(type(one)) in mention]
     mention |= {id(one): mention[id(type(one))] for one in objects}
@@ -214,10 +214,10 @@ def _widgets() -> list[Any]:
     return list((module._instances if hasattr(module, "_instances") else module.Widget.widgets).values())
 
 
-def _mentioned_by_own(value: Any) -> frozenset[str]:
-    """Return what a function mentions, or the methods of a class. Its own frame holds neither when it has returned."""
+def _mentioned_by_own(value: Any, namespace: dict[str, Any]) -> frozenset[str]:
+    """Return which globals in ``namespace`` a function mentions, or the methods of a class that have it for theirs."""
     own = [value] if type(value) is FunctionType else [one for one in vars(value).values() if type(one) is FunctionType]
-    return frozenset[str]().union(*(names_of(one.__code__).mentioned for one in own))
+    return frozenset[str]().union(*(names_of(one.__code__).mentioned for one in own if one.__globals__ is namespace))
 
 
 def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:

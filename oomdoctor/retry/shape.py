@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from oomdoctor.objects.containers import (
     CONTAINERS,
+    LIGHT_BYTES,
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     REFILLED,
@@ -24,11 +25,12 @@ from oomdoctor.objects.containers import (
     attribute_path,
     builtin_of,
     is_light,
+    is_small_array,
     items_of,
     length_of,
     weak,
 )
-from oomdoctor.objects.copies import LIGHT_BYTES, LONG, Allowance, Long
+from oomdoctor.objects.copies import LONG, Allowance, Long
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_users
@@ -195,7 +197,8 @@ class Shape:
             return self._hold_container(value, path, kind, depth)
         else:
             # A plain function costs nothing to keep, and a retry may put another one in its place.
-            held = value if type(value) is FunctionType and value.__closure__ is None else weak(value)
+            is_plain = type(value) is FunctionType and value.__closure__ is None
+            held = value if is_plain or is_small_array(value) else weak(value)
             self.known[id(value)] = held
             recipe = note(self, value, path, kind, held, depth)
             if kind is Kind.OBJECT and recipe is not None and not recipe.is_heavy:

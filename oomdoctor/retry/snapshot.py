@@ -26,6 +26,7 @@ from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
 from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.objects.rng import RandomState
+from oomdoctor.program.code_names import last_name, written_names
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.notes import MOST_OBJECTS
 from oomdoctor.retry.reach import Reach, held_elsewhere, is_fixed
@@ -68,7 +69,7 @@ class Snapshot:
             self._settings = Settings(self._shape.modules, source, collects=collects)
             self._patches = Patches(source, namespace, self._shape.codes)
         self.is_kept = False
-        self._left: set[str] = set()
+        self._left, self._texts = set[str](), list[str]()
         self._unrestored: dict[str, str] = {}
 
     @property
@@ -111,9 +112,12 @@ class Snapshot:
         self.is_kept = self._vault is None or not self._vault.full
 
     def before_step(self, optimizer: Any) -> None:
-        """Copy every watched tensor, before the first step that an optimizer takes in the cell."""
-        self.vault.keep_all()
+        """Copy every watched tensor, what the step writes first, before the first step of an optimizer in the cell."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        state = [one for held in optimizer.state.values() if isinstance(held, dict) for one in held.values()]
+        self.vault.keep([*weights, *(weight.grad for weight in weights), *state])
+        written = frozenset[str]().union(*map(written_names, self._texts))
+        self.vault.keep_all(lambda label: last_name(label) not in written and not self._reach().writes(label))
         if optimizer.state and not any(self.vault.watches(weight) for weight in weights):
             name = type(optimizer).__name__
             self._shape.unknown.append(
@@ -126,7 +130,8 @@ class Snapshot:
         Args:
             texts: of an attempt.
         """
-        source = "\n".join(texts)
+        self._texts = [*texts]
+        source = "\n".join(self._texts)
         if not self._shape.is_everything:
             with uncollected(), _outside_modes():
                 self._shape.absorb(Shape(self._namespace, lambda: self.vault, source, own_modules()))
@@ -253,7 +258,7 @@ class Snapshot:
         if hidden and not reached:
             reached = held_elsewhere(now, Shape.alive(), frozenset(unread))
         for name in sorted(reached):
-            yield f"`{name}` was not looked at before the cell, which may have changed it by way of other code"
+            yield f"`{name}` was not saved before the cell, and code that runs without being named in it may change it"
 
     def _stood_for(self, name: str) -> Iterator[Any]:
         """Yield what a name stood for at the start of the cell, and what it stands for now."""

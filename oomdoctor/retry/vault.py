@@ -153,9 +153,16 @@ class TensorVault:
                 if watched is not None and watched.copy is None and watched.ref() is tensor:
                     self._copy(watched, tensor)
 
-    def keep_all(self) -> None:
-        """Copy every watched tensor that is still alive."""
-        self.keep(self.alive())
+    def keep_all(self, is_read: Callable[[str], bool] = lambda _: False) -> None:
+        """Copy every watched tensor that is still alive, parameters and what is small first.
+
+        What ``is_read`` says by its label is only read needs no copy where there is no room: its version tells of it.
+        """
+        before = {id(watched) for watched in self._watched.values() if watched.uncopied}
+        self.keep(sorted(self.alive(), key=lambda one: (not one.requires_grad, one.numel() * one.element_size())))
+        for watched in self._watched.values():
+            if watched.uncopied and id(watched) not in before and (tensor := watched.ref()) is not None:
+                watched.uncopied = tensor.requires_grad or not _has_contents(tensor) or not is_read(watched.label)
 
     def alive(self) -> list[torch.Tensor]:
         """Return the watched tensors that are alive."""

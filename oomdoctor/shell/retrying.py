@@ -141,6 +141,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         extension.open, extension.healed = None, opened
         extension.changed.update(attempts.changes)
     else:
+        if error is None and not tells:  # what was held back is ours: a guard that stopped the attempt
+            extension.tracebacks.drop_held()
         extension.tracebacks.send_held(error)
         if tells:
             extension.borders.guarded("display", lambda: Shown(extension).show(case))
@@ -206,7 +208,8 @@ def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch)
         if cells:
             print(f"first change and run {', '.join(cells)} as the diff above says")
     if case.outcome.kind is OutcomeKind.HEALED:
-        print("to run it now would be to run it a second time: it was run with the change when it was healed")
+        healers = ", ".join(case.outcome.fixes)
+        print(f"to run it now would be to run it a second time: it was run with {healers} when it was healed")
 
 
 def undo(extension: Extension) -> str:

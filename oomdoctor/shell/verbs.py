@@ -101,7 +101,10 @@ def retry(extension: Extension, words: list[str]) -> None:
 
 def diff(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor diff [N|ID] [DOSE]`: the fix as a unified diff of your cells, or the one in place."""
-    print(_written(extension, words)[2].diff(), end="")
+    case, candidate, patch = _written(extension, words)
+    if candidate.label in case.outcome.fixes and case.outcome.kind is not OutcomeKind.HEALED:
+        print(f"not in place: {candidate.label} was tried, and did not heal the cell")
+    print(patch.diff(), end="")
 
 
 def undo(extension: Extension, _words: list[str]) -> None:
@@ -243,10 +246,10 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     return replace(
         candidate,
         dose=proposal.dose,
-        stronger=tuple(one.dose for one in [*doses.values()][[*doses].index(chosen) + 1 :]),
+        stronger=tuple([*doses.values()][[*doses].index(chosen) + 1 :]),
         patch=patch,
         effect=max(proposal.effect, candidate.effect, key=tuple(Effect).index),
-        caveat=proposal.caveat or candidate.caveat,
+        caveat=proposal.caveat,
         forecast=Forecast(basis="not priced: a dose that was asked for", budget=candidate.forecast.budget),
     )
 

@@ -14,7 +14,7 @@ from oomdoctor import fixes, pipeline
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.forecast.planning import make_plan
 from oomdoctor.model.case import Case
-from oomdoctor.model.fix import Dose
+from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.plan import Course, Forecast, Verdict
 from oomdoctor.retry import Transaction
 
@@ -64,7 +64,7 @@ def test_what_was_seen_to_fit_is_tried_before_any_estimate_and_any_stronger_dose
             replace(
                 one,
                 dose=Dose.of(strength=0),
-                stronger=tuple(Dose.of(strength=at) for at in range(1, len(sizes[one.fix]))),
+                stronger=tuple(made[one.fix].propose(INCIDENT, evidence()))[1:],
                 forecast=estimate if one.fix == "estimated" else seen,
             )
             for one in plan.candidates
@@ -77,3 +77,27 @@ def test_what_was_seen_to_fit_is_tried_before_any_estimate_and_any_stronger_dose
         transaction = Transaction(session.namespace, CELL, lambda: ROOMY_BYTES)
         asyncio.run(pipeline.heal(case, session, transaction, chosen, run, most_attempts=9, time_budget_s=60))
     assert tried == [11, 21, 12, 22, 31, 32, 33]
+
+
+def test_what_healed_in_a_stronger_dose_tells_the_caveat_of_that_dose(monkeypatch):
+    made = shrinking("smaller", "first", [31, 32, 33], effect=Effect.CHANGES_RESULT)
+    proposals = [replace(one, caveat=f"caveat {at}") for at, one in enumerate(made.propose(INCIDENT, evidence()))]
+    made = replace(made, propose=lambda *_: tuple(proposals))
+    monkeypatch.setattr(fixes, "get", lambda _id: made)
+    ran = []
+
+    async def run(attempt):
+        ran.append(attempt)
+        return torch.OutOfMemoryError("CUDA out of memory.") if len(ran) < 2 else None
+
+    with simulate(ROOMY_BYTES) as device:
+        session = replace(program(), accelerator=device)
+        plan = make_plan(session, INCIDENT, evidence(), [made], budget=1 << 30, prepare=nothing, time_budget_s=0)
+        (first,) = plan.candidates
+        first = replace(first, dose=Dose.of(strength=0), caveat="caveat 0", stronger=tuple(proposals[1:]))
+        case = Case(number=1, incident=INCIDENT, evidence=evidence(), findings=(), plan=plan)
+        transaction = Transaction(session.namespace, CELL, lambda: ROOMY_BYTES)
+        healing = pipeline.heal(case, session, transaction, [first], run, most_attempts=9, time_budget_s=60)
+        case, _ = asyncio.run(healing)
+    assert case.outcome.fixes == ("smaller(strength=1)",)
+    assert [one.caveat for one in case.plan.candidates] == ["caveat 1"]

@@ -159,6 +159,25 @@ def test_no_attempt_changes_weights_that_could_not_be_copied(step: str, fused: b
     assert outcome_of(sources, more=more)[0].kind is OutcomeKind.HEALED
 
 
+@pytest.mark.parametrize("rest", ["loss = data.sum()", "data.mul_(2)", "averages[0].mul_(2)"])
+def test_what_is_only_read_needs_no_copy_where_there_is_no_room(rest: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    more = {"data": torch.ones(100_000), "averages": [torch.ones(100_000)]}
+    more |= {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=1.0)}
+    if "averages" not in rest:
+        del more["averages"]
+    sources = [f"log.append(1); weight\noptimizer.step()\n{rest}\nraise Doomed", f"optimizer.step()\n{rest}"]
+    outcome, error, _ = outcome_of(sources, more=more, room=20_000)
+    if "loss" in rest:
+        assert (outcome.kind, outcome.state, error) == (OutcomeKind.HEALED, State.CLEAN, None)
+        assert weight.equal(torch.zeros(1000))
+    else:
+        assert (outcome.kind, outcome.state) == (OutcomeKind.REFUSED, State.RESTORED)
+        assert "could not be kept: there was not enough host memory" in outcome.why
+        assert weight.equal(more["data"][:1000])
+
+
 def test_no_attempt_changes_buffers_that_could_not_be_copied() -> None:
     norm = torch.nn.BatchNorm1d(512)
     x = torch.randn(4, 512)

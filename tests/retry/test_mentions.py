@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ipywidgets
@@ -242,3 +244,21 @@ def test_texts_that_get_at_anything(text: str) -> None:
 )
 def test_texts_that_do_not(text: str) -> None:
     assert mentioned(text) is not EVERYTHING
+
+
+def test_methods_of_a_module_mention_the_names_of_their_own_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that names itself, as ``super(Net, self)`` does, means that of its module and not the notebook's name."""
+    module = ModuleType("own_net")
+    module.__file__ = str(tmp_path / "own_net.py")
+    monkeypatch.setitem(sys.modules, "own_net", module)
+    exec("class Net:\n    def __init__(self):\n        super(Net, self).__init__()\n", vars(module))
+    namespace: dict[str, Any] = {"__name__": "__main__", "Net": vars(module)["Net"]}
+    namespace["net"] = namespace["Net"]()
+    beside = [namespace["net"]]
+    assert held_elsewhere(namespace, (), frozenset({"Net"})) == set()
+    exec("class Own:\n    def told(self):\n        Net.seen = 1\n", namespace)
+    beside.append(namespace["Own"]())
+    namespace["own"] = beside[-1]
+    assert held_elsewhere(namespace, (), frozenset({"Net"})) == {"Net"}

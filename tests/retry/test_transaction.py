@@ -260,6 +260,30 @@ def test_what_else_cannot_be_brought_back_is_told(setup: str, cell: str, told: s
     assert any(told in sentence for sentence in transaction.losses()), transaction.losses()
 
 
+def test_a_small_array_that_an_object_replaces_comes_back() -> None:
+    """As of an environment of one's own and of a library's; what is large is let go of all the same."""
+    namespace: dict[str, Any] = {"np": np, "mine": Counter(), "theirs": pytest.Config.__new__(pytest.Config)}
+    for holder in (namespace["mine"], namespace["theirs"]):
+        holder.state, holder.view = np.array([1.0, 2.0]), np.arange(8)[2:]
+    namespace["mine"].large = np.zeros(1 << 16)
+    before = [(holder.state, holder.view) for holder in (namespace["mine"], namespace["theirs"])]
+    kept, large = [id(one) for pair in before for one in pair], weakref.ref(namespace["mine"].large)
+    cell = "for one in (mine, theirs):\n    one.state[0] += 1\n    one.state, one.view = one.state + 1, one.view * 2\n"
+    transaction = Transaction(namespace, f"{cell}mine.seen = np.zeros(3)", lambda: ROOM)
+    del before
+    run(f"{cell}mine.seen = np.zeros(3)", namespace, transaction)
+    assert transaction.losses() == ()
+    transaction.restore()
+    mine, theirs = namespace["mine"], namespace["theirs"]
+    assert [id(one) for one in (mine.state, mine.view, theirs.state, theirs.view)] == kept
+    assert mine.state.tolist() == theirs.state.tolist() == [1.0, 2.0]
+    assert mine.view.tolist() == theirs.view.tolist() == [2, 3, 4, 5, 6, 7]
+    again = Transaction(namespace, "mine.large = None", lambda: ROOM)
+    run("mine.large = None", namespace, again)
+    assert large() is None
+    assert again.losses() == ("`mine.large` was replaced by the cell, and the old one is gone",)
+
+
 def test_for_good_nothing_of_ours_stays_in_the_namespace_and_what_is_gone_is_told() -> None:
     namespace = program()
     cell = "del model, optimizer, scheduler, average, step\nraise MemoryError"

@@ -109,7 +109,11 @@ def test_of_a_healed_cell_the_fix_in_place_is_inserted_and_that_it_has_run_is_to
     said(shell, "%oomdoctor fix chunked_forward")
     told = said(shell, "%oomdoctor fix --insert")
     assert "with chunked_forward(chunks=" in told
-    assert "a second time" in told
+    assert "a second time: it was run with chunked_forward(chunks=" in told
+    others = [one for one in known().plan.candidates if one.fix != "chunked_forward" and isinstance(one.patch, Patch)]
+    assert "a second time: it was run with chunked_forward(" in said(shell, f"%oomdoctor fix {others[0].fix} --insert")
+    said(shell, "%oomdoctor fix --insert")
+    assert "not in place" not in said(shell, "%oomdoctor diff")
     assert "in_parts(" in str(shell.rl_next_input)
 
 
@@ -278,6 +282,9 @@ def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
     run(shell, f"{TRAIN}huge = torch.ones(1 << 22)")
     said(shell, "%oomdoctor fix 1")
     assert known().outcome.kind is OutcomeKind.ROLLED_BACK
+    assert re.match(
+        r"not in place: \S+\(.*\) was tried, and did not heal the cell\n--- In", said(shell, "%oomdoctor diff")
+    )
     told = said(shell, "%oomdoctor undo")
     assert "was not healed, its changes were undone at once, and the state is that from before it, all of it" in told
 
