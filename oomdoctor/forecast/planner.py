@@ -120,9 +120,7 @@ class Planner:
     def _rank(self, candidate: Candidate) -> tuple[object, ...]:
         """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least.
 
-        What keeps the results and is thought to fit comes before what was seen to fit and changes them: a retry that
-        fails is taken back, and results that are others stay. Last is what failed in its shadow run, though it may be
-        for what only such a run has.
+        Last is what failed in its shadow run, though it may be for what only such a run has.
 
         Of those that nobody can say it of, what would fit if no more were needed than is known of comes first, and
         last an estimate that would not fit even if it were as far too high as such estimates are.
@@ -130,7 +128,6 @@ class Planner:
         keeps = candidate.effect in KEEPING
         return (
             candidate.breaks,
-            not (_is_thought_to_fit(candidate.forecast) and (keeps or self._frees_leak(candidate))),
             _VERDICTS.index(candidate.forecast.verdict),
             taken_at_its_word(candidate.forecast).fits is not True,
             candidate.forecast.is_hopeless,
@@ -326,13 +323,6 @@ class Planner:
         if unchanged.peak is None or isinstance(allocated, Unavailable) or not seen:
             return 1.0
         return max(1.0, (unchanged.peak - allocated + passing) / seen)
-
-
-def _is_thought_to_fit(forecast: Forecast) -> bool:
-    """Whether it is likelier than not to fit. What was held at a failure tells next to nothing of what is needed."""
-    if forecast.estimated is not None:
-        return not forecast.at_least and taken_at_its_word(forecast).fits is True
-    return taken_at_its_word(forecast).verdict in (Verdict.FITS, Verdict.BORDERLINE)
 
 
 def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:
