@@ -65,7 +65,7 @@ _BYTES: Final = {
     "Holding": {"bytes"},
     "PrivatePool": {"reserved", "allocated"},
     "HostHolding": {"bytes"},
-    "Course": {"at_peak", "temporaries", "moved"},
+    "Course": {"at_peak", "lasting", "temporaries", "moved"},
     "Forecast": {"budget", "peak", "reserved"},
     "Incident": {"requested", "total", "free", "allocated", "reserved", "process_used"},
     "Outcome": {"peak"},
