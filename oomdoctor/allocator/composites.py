@@ -6,17 +6,22 @@ out of the way, and what is allocated inside of them would not be seen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_iter
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-def stays_whole(func: Any) -> bool:
+def stays_whole(func: Any, args: Iterable[Any]) -> bool:
     """Whether an operation that is to be taken apart has come to a mode as it is."""
-    return isinstance(func, torch._ops.OpOverload) and _is_composite(func)
+    if not isinstance(func, torch._ops.OpOverload) or not _is_composite(func):
+        return False
+    made = (one for one in tree_iter(args) if isinstance(one, torch.Tensor))
+    return torch.is_inference_mode_enabled() or any(one.is_inference() for one in made)
 
 
 def run_apart(func: Any, mode: Any, args: Any, kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if compiling is not None and not self._warned:
                 self._warned = True
                 warnings.warn(_UNCOMPILED, stacklevel=3)
-            if stays_whole(func):
+            if stays_whole(func, args):
                 return run_apart(func, self, args, kwargs)
             self._foresee(func, types, args, kwargs)
             result = func(*args, **kwargs)

@@ -100,7 +100,7 @@ class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled in a shadow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_here and stays_whole(func):
+        if self._is_here and stays_whole(func, args):
             return run_apart(func, self, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         for storage in storages_of(result) if self._is_here else ():

@@ -118,7 +118,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:  # autograd asks this of every fake tensor; it is no operation
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func not in self.handlers and stays_whole(func):
+        if func not in self.handlers and stays_whole(func, args):
             return run_apart(func, self, args, kwargs)
         self.ledger.clock += 1
         caller = sys._getframe(self.depth)
