@@ -11,17 +11,18 @@ from functools import cache
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_iter
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def stays_whole(func: Any, args: Iterable[Any]) -> bool:
     """Whether an operation that is to be taken apart has come to a mode as it is."""
-    if not isinstance(func, torch._ops.OpOverload) or not _is_composite(func):
+    if not isinstance(func, torch._ops.OpOverload):
         return False
-    made = (one for one in tree_iter(args) if isinstance(one, torch.Tensor))
-    return torch.is_inference_mode_enabled() or any(one.is_inference() for one in made)
+    is_out_of_the_way = torch.is_inference_mode_enabled() or any(
+        isinstance(one, torch.Tensor) and one.is_inference() for one in args
+    )
+    return is_out_of_the_way and _is_composite(func)
 
 
 def run_apart(func: Any, mode: Any, args: Any, kwargs: Any) -> Any:
