@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 EVERY_BYTE := $(addprefix tests/forecast/test_forecast_,growth.py layout.py)
 # Two files run at a time, each with as many threads as the machine has cores: those that wait must not spin.
 export OMP_WAIT_POLICY := PASSIVE
+# MKL would take fewer threads while the machine is busy, and round otherwise then.
+export MKL_DYNAMIC := FALSE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Hundreds of tests start Python, which would compile the package anew where PYTHONDONTWRITEBYTECODE is set.

@@ -5,7 +5,7 @@ twice: under a real limit of the process (``RLIMIT_DATA``), where torch's own al
 simulated device. It is healed by the first of a few fixes that does (without forecasts, to be quick), which is then put
 into a kernel that has just been started. What both hold in the end is compared by digest: parameters, gradients,
 buffers, optimizers, schedulers, scalers, averages, containers, objects of the notebook's own classes, every random
-stream.
+stream. All kernels compute with the same number of threads, however busy the machine is.
 Where the retry was refused or failed, the digest is compared with that from before the cell.
 
 Limit: the place of the failure is planted: there the cell asks for more than there is.

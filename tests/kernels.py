@@ -17,6 +17,8 @@ from typing import Any
 import kernel_forks
 from jupyter_client.blocking import BlockingKernelClient
 
+# MKL would take fewer threads while the machine is busy, and round otherwise then: no two kernels would be alike.
+os.environ.setdefault("MKL_DYNAMIC", "FALSE")
 HANGS_S = 300
 """What takes longer hangs, on a slow and busy machine too."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
