@@ -1,4 +1,4 @@
-"""A bare except. Visible in two steps."""
+"""Batches of another size raise, and the loop passes over whatever is raised. Visible in two steps."""
 
 # %% setup
 import torch

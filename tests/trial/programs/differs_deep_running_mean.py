@@ -1,4 +1,4 @@
-"""Running means of a module deep inside are not compared. Visible in two steps."""
+"""A module six levels deep keeps running means of its own. Visible in two steps."""
 
 # %% setup
 import torch

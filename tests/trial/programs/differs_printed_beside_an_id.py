@@ -1,4 +1,4 @@
-"""A run's id is another each time, so that nothing that is printed is compared. Visible in two steps."""
+"""The confidence of the last part is printed beside an id that is another in each run. Visible in two steps."""
 
 # %% setup
 import torch

@@ -1,4 +1,4 @@
-"""What torch.save writes is compared by its type alone. Visible in two steps."""
+"""The confidence of the last part is saved with the weights. Visible in two steps."""
 
 # %% setup
 import torch

@@ -1,4 +1,4 @@
-"""Of what a set holds, only values are compared: of records the class alone. Visible in two steps."""
+"""A set keeps a record of the size of each batch. Visible in two steps."""
 
 # %% setup
 import torch

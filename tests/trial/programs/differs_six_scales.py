@@ -1,4 +1,4 @@
-"""Of a loop over tensors in which a model is called, three rounds are made: the loss of the fourth scale is never taken. Visible in two steps."""
+"""A loop over six scales within each step: the loss of the fourth couples the batch. Visible in two steps."""
 
 # %% setup
 import torch

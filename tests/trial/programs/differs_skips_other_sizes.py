@@ -1,4 +1,4 @@
-"""Batches of another size than the usual are passed over: all of the trial's, where loading takes its time. Visible in two steps."""
+"""Batches of another size than the usual are passed over. Visible in two steps."""
 
 # %% setup
 import torch
