@@ -1,7 +1,7 @@
 """A cell cut to a step or two on a few rows, in a process that was forked to be thrown away.
 
 A loop of the unchanged program ends after so many optimizer steps, or one batch more where it takes none, but runs a
-model over a loader or without gradients; a loop that only the changed program has, over parts of a batch, is not cut.
+model on what a loader gives; a loop that only the changed program has, over parts of a batch, is not cut.
 Both are told apart by the text of the line that the loop begins with. A ``DataLoader`` gives a few rows of each batch,
 fetched in this process, and unlike each other: a wrong weight of a part's loss shows on the row with the most and the
 one with the fewest entries that are padding or ignored, and on labels of several kinds.
@@ -30,6 +30,8 @@ _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
 _MOST_TURNS: Final = 32
 """Turns of a loop with backward passes after which it ends though no optimizer has stepped."""
+_MOST_PARTS: Final = 1_024
+"""Turns of a loop that runs a model on other than a loader's batches."""
 
 
 _LEAST_ROWS: Final = 2
@@ -98,9 +100,9 @@ class Progress:
         elif self.backwards > loop.backwards:
             over = loop.turns >= _MOST_TURNS
         else:
-            # With gradients, a loop over parts of a batch may be a part of a step.
-            evaluates = len(self.drawn) - loop.drawn >= loop.turns or not torch.is_grad_enabled()
-            over = gives_batches and evaluates and loop.turns > self.most and self.forwards > loop.forwards
+            # A loop over anything but a loader's batches may be a part of a step, as one over the steps of time is.
+            most = self.most if len(self.drawn) - loop.drawn >= loop.turns else _MOST_PARTS
+            over = gives_batches and loop.turns > most and self.forwards > loop.forwards
         self.was_cut = self.was_cut or over
         return over
 
