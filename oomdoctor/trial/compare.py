@@ -206,12 +206,12 @@ class _Comparison:
         changed = self._ended(after, **given)
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
-        if unchanged.error is not None and (changed.error != unchanged.error or not unchanged.trains):
+        is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
+        if unchanged.error is not None and (changed.error != unchanged.error or is_idle):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         if changed.error != unchanged.error:
             return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
-        is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))  # it may pass over small batches
-        if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # or take others from its loader
+        if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # it takes others, or none so small
             return self._whole.of(after)
         if is_idle:
             return Trial(same=None, why="the cell takes no step on the batches that were tried")

@@ -95,6 +95,14 @@ def test_what_is_another_in_each_run_is_not_compared(tmp_path: Path) -> None:
     assert tried(cells, tmp_path).same is True
 
 
+def test_a_run_that_fails_before_it_trains_tells_nothing(tmp_path: Path) -> None:
+    setup = "import torch\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
+    before = "assert model(x).isnan().all()\nmodel(x).square().mean().backward()\n"
+    trial = tried({"setup": [setup], "before": [before], "after": [before.replace("mean", "sum")]}, tmp_path)
+    assert trial.same is None
+    assert "AssertionError" in trial.why
+
+
 @pytest.mark.parametrize("line", ["%run train.py", "%timeit -n1 fit()", "%%prun\nfit()"])
 def test_code_that_a_magic_runs_is_not_tried(line: str, tmp_path: Path) -> None:
     trial = tried({"setup": ["x = 1\n"], "before": [line], "after": [f"{line}\n"]}, tmp_path)
