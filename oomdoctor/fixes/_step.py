@@ -131,8 +131,8 @@ class _Planner:
             raise Unfit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
-        self.leading, self._looking = self._lead(), set[int]()
-        self._graph = self._with_graph()
+        self.leading = self._lead()
+        self._graph, self._looking = self._with_graph()
         batch = {name for unit in self.units if id(unit) in self.leading for name in reads_of(unit)} & {*split.batch}
         self._batch = tuple(name for name in split.batch if name in batch)
         self._is_late = bool(self._graph) and (late or not batch or self._is_given_more())
@@ -246,21 +246,21 @@ class _Planner:
                 needed |= reads_of(unit)
         return found
 
-    def _with_graph(self) -> set[int]:
+    def _with_graph(self) -> tuple[set[int], set[int]]:
         """Return those of them whose results have a graph, as they are made by a model or of what one has made.
 
-        What only looks at such results, as a sum of losses does, is noted as well.
+        And all statements that read such results, as a sum of losses does.
         """
-        names, found = set[str](), set[int]()
+        names, found, looking = set[str](), set[int](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
             reads_graph = bool(reads_of(unit) & names)
             if reads_graph:
-                self._looking.add(id(unit))
+                looking.add(id(unit))
             if id(unit) in self.leading and not off and (reads_graph or self._split.makes_graph(unit)):
                 found.add(id(unit))
                 names |= binds_of(unit)
-        return found
+        return found, looking
 
     def _begin(self, taken: tuple[str, ...], hoisted: set[int]) -> tuple[str, ...]:
         """Return the names that are split: the batch, or what the model is given that it has not made."""
@@ -356,8 +356,10 @@ class _Planner:
             if id(unit) in self._backwards:
                 continue
             binds = binds_of(unit) - {self._loss}
-            is_data = moves_only(unit, MOVES) or counts_only(unit)
-            is_data = id(unit) not in self._graph | self._looking if self._graph else is_data
+            if self._graph:
+                is_data = id(unit) not in self._graph and id(unit) not in self._looking
+            else:
+                is_data = moves_only(unit, MOVES) or counts_only(unit)
             if binds & wanted or (not is_data and binds & self._shared):
                 more.add(id(unit))
                 wanted |= reads_of(unit)

@@ -174,9 +174,11 @@ def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Ma
             return "dict"
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
             return "list"
-        owner, dot, method = called(part.func).rpartition(".") if isinstance(part, ast.Call) else ("", "", "")
+        if not isinstance(part, ast.Call):
+            continue
+        owner, dot, method = called(part.func).rpartition(".")
         function = functions.get(f"self.{method}" if owner and owner != name else method)
-        if isinstance(part, ast.Call) and function is not None:
+        if function is not None:
             parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)][len(dot) :]
             given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
             given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]

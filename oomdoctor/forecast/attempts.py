@@ -92,8 +92,7 @@ def composed(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: Evidence
         if isinstance(patch, Refused) or known is None:
             continue
         after = {edit.cell: edit.after for edit in patch.edits}
-        history = tuple(replace(cell, source=after.get(cell.number, cell.source)) for cell in cells.history)
-        written = second.patch(replace(cells, history=history), known, other)
+        written = second.patch(cells.changed(after), known, other)
         if isinstance(written, Patch) and (both := _both(patch, written)) is not None:
             return both
     return _SAME_PLACE

@@ -116,6 +116,12 @@ class Cells:
             return replace(self, history=(cell,))
         return replace(self, history=tuple(one for one in self.history if one.file is None)) if self.modules else self
 
+    def changed(self, texts: Mapping[int, str]) -> Cells:
+        """Return them with other texts, by the number of the cell."""
+        return replace(
+            self, history=tuple(replace(one, source=texts.get(one.number, one.source)) for one in self.history)
+        )
+
     def get(self, number: int) -> Cell:
         """Return the cell with this execution count.
 

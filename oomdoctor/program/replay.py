@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -107,12 +106,7 @@ def write(
     if any(cells.get(number).file is not None for number in texts):
         return Refused(_in_module(cells, texts))
     before = Book.read(cells)
-    after = Book.read(
-        replace(
-            cells,
-            history=tuple(replace(cell, source=texts.get(cell.number, cell.source)) for cell in cells.history),
-        )
-    )
+    after = Book.read(cells.changed(texts))
     again = _Again(after, makes, used_up, entries)
     for old, new in zip(before.pages[:-1], after.pages[:-1], strict=True):
         if (why := again.take(old, new)) is not None:

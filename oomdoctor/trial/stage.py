@@ -212,9 +212,10 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
     opened = names["open"]
 
     def kept(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set(mode) & set("wax+") and str(file) in files:  # what the program has written itself
-            return type(files[str(file)])(files[str(file)].getvalue())
-        if not set(mode) & set("wax+") or str(file) == os.devnull:  # where the streams of a copy lead to
+        writes = bool(set(mode) & set("wax+"))
+        if not writes and (own := files.get(str(file))) is not None:  # what the program has written itself
+            return type(own)(own.getvalue())
+        if not writes or str(file) == os.devnull:  # where the streams of a copy lead to
             return opened(file, mode, *args, **kwargs)
         made = files.setdefault(str(file), _unclosed(io.BytesIO() if "b" in mode else io.StringIO()))
         made.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
@@ -224,11 +225,14 @@ def _keep_what_is_written(files: dict[str, Any]) -> None:
 
     save, load = torch.save, torch.load
 
+    def at(file: Any, mode: str) -> Any:
+        return kept(file, mode) if isinstance(file, str | os.PathLike) else file
+
     def saved(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        save(value, kept(file, "wb") if isinstance(file, str | os.PathLike) else file, *args, **kwargs)
+        save(value, at(file, "wb"), *args, **kwargs)
 
     def loaded(file: Any, *args: Any, **kwargs: Any) -> Any:
-        return load(kept(file, "rb") if isinstance(file, str | os.PathLike) else file, *args, **kwargs)
+        return load(at(file, "rb"), *args, **kwargs)
 
     names["open"] = module["open"] = kept
     vars(torch).update(save=saved, load=loaded)
