@@ -97,7 +97,8 @@ class Leaves:
     """
 
     def __init__(self, namespace: Mapping[str, Any], *, is_whole: bool = False) -> None:
-        self._seen: dict[int, str] = {id(namespace): "the namespace"}
+        self._seen: dict[int, tuple[str, Any]] = {id(namespace): ("the namespace", namespace)}
+        """Path and object by identity: what is made for the walk has to live, or another takes its identity."""
         self._is_whole = is_whole
 
     def below(
@@ -116,16 +117,16 @@ class Leaves:
             yield path, Leaf(exact=items, frame=f"{cls.__qualname__} of {len(value)}")
         elif issubclass(cls, type):
             if id(value) not in self._seen and not is_installed(module_of(value)):
-                self._seen[id(value)] = path
+                self._seen[id(value)] = path, value
                 for name, item in ATTRIBUTES.read(value).items():
                     if type(item) not in _CODE:
                         yield from self.below(item, f"{path}.{name}", depth - 1, is_gradient=is_gradient)
         elif depth > 0 and ((kind := kind_of(cls)) is not Kind.ATOM or has_state(value)):
             if id(value) in self._seen and kind is not Kind.TENSOR:
                 if kind is not Kind.CALLABLE:  # a change may have defined one of two names of a function anew
-                    yield path, Leaf(exact=f"is {self._seen[id(value)]}", frame="another name")
+                    yield path, Leaf(exact=f"is {self._seen[id(value)][0]}", frame="another name")
             else:
-                self._seen.setdefault(id(value), path)
+                self._seen.setdefault(id(value), (path, value))
                 yield from self._inside(value, kind, path, depth, is_gradient=is_gradient)
 
     def _inside(
@@ -134,7 +135,7 @@ class Leaves:
         if kind is Kind.TENSOR:
             yield path, tensor_leaf(value, is_gradient=is_gradient, has_numbers=not self._is_whole)
             if isinstance(value, torch.nn.Parameter):  # tied to another, or frozen
-                yield f"{path}, the parameter", plain_leaf(f"{self._seen[id(value)]} {value.requires_grad}")
+                yield f"{path}, the parameter", plain_leaf(f"{self._seen[id(value)][0]} {value.requires_grad}")
             if value.is_leaf and value.grad is not None:
                 yield f"{path}.grad", tensor_leaf(value.grad, is_gradient=True, has_numbers=not self._is_whole)
             if hooks := getattr(value, "_backward_hooks", None):
