@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -27,7 +27,7 @@ from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import read
 from oomdoctor.program.gradients import runs_model
 from oomdoctor.program.ground import ground, is_gradless_at, unreached
-from oomdoctor.program.names import FirstUse, first_uses
+from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
 from oomdoctor.sandbox.copies import answered
@@ -43,6 +43,7 @@ def facts(
     local: Iterable[tuple[str, Any, tuple[int, int]]] = (),
     line: int | None = None,
     running: Iterable[tuple[int, int]] = (),
+    unbound: Mapping[tuple[int, int], Collection[str]] | None = None,
     passed: Passed | None = None,
     loaded: Container[str] = sys.modules,
     detectors: Mapping[str, Detect] | None = None,
@@ -59,6 +60,7 @@ def facts(
         local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins.
         line: line of the failing cell that was running, to tell whether autograd was off there.
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
+        unbound: the locals of each function of ``running`` that were not bound.
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
         detectors: what finds the practice that a fix mends, by the id of the fix.
@@ -76,12 +78,14 @@ def facts(
     uses = first_uses(cells.failing.source)
     live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
     source = cells.failing.source.strip()
-    once, ahead = not_repeatable(
+    at_top = bound_names(cells.failing.source).difference(namespace)
+    unbound_at_top = {} if line is None else {(cells.failing.number, line): at_top}
+    repetition = not_repeatable(
         program,
         lambda name: _home(live.get(name)),
         {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
         under,
-        unreached(program, line, running),
+        unreached(program, line, running, {**(unbound or {}), **unbound_at_top}),
         is_kept=is_kept,
     )
     loops = training_loops(program, kinds, line, running)
@@ -107,8 +111,9 @@ def facts(
         optimizers=tuple((path, type(optimizer).__name__) for path, optimizer in optimizers),
         steppers=_models.optimizers(optimizers),
         runs_model=runs_model(program, kinds),
-        not_repeatable=once,
-        not_reached=ahead,
+        not_repeatable=repetition.once,
+        not_reached=repetition.ahead,
+        written_anew=repetition.anew,
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes(modules),

@@ -24,7 +24,16 @@ from oomdoctor.model.fix import Detect
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.objects.alive import alive
-from oomdoctor.objects.frames import chained, frames_of, lines_of, local_modules, running_frames, steps_of, traceback_of
+from oomdoctor.objects.frames import (
+    chained,
+    frames_of,
+    lines_of,
+    local_modules,
+    running_frames,
+    steps_of,
+    traceback_of,
+    unbound_in,
+)
 from oomdoctor.objects.kinds import Kind, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
 from oomdoctor.program.names import bound_names, loop_targets
@@ -196,6 +205,7 @@ def _facts(
             local=local_modules(exc, filenames, objects[0]),
             line=line,
             running=running,
+            unbound={} if line is None else unbound_in(exc, filenames, (cells.failing.number, line)),
             passed=passed(exc),
             detectors=detectors,
             is_kept=session.is_kept,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)
 PENDING: Final = "its shadow run has not ended yet"
+_ENOUGH: Final = "a change that keeps the results was seen to fit before"
 _SEEN: Final = 0.95
 """A shadow run that needs less than this share of what was held and asked for has not seen what fills the memory."""
 _SAVES: Final = 0.98
@@ -62,9 +63,12 @@ class Planner:
         budget: int | None,
         leaks: frozenset[str],
         time_budget_s: float,
+        *,
+        is_hurried: bool = False,
     ) -> None:
         self._session, self._incident, self._evidence, self._fixes = session, incident, evidence, fixes
         self._budget, self._leaks, self.time_budget_s = budget, leaks, time_budget_s
+        self._is_hurried = is_hurried
         self._ladders: list[Ladder] = []
         self._refusals: list[tuple[str, str]] = []
         self._unchanged: Forecast | None = None
@@ -91,6 +95,8 @@ class Planner:
                 break
             self._answer(*answer)
             yield self.plan()
+            if self._is_hurried and self._has_healer():
+                break
         self._end()
         yield self.plan()
 
@@ -163,6 +169,12 @@ class Planner:
                     return ladder, *asked
             if not self._pair_up(unchanged):
                 return None
+
+    def _has_healer(self) -> bool:
+        """Return whether a change that keeps the results was seen to fit in its mildest dose, and no leak is open."""
+        keeping = [one for one in self._ladders if one.effect in KEEPING]
+        is_leak_open = any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping)
+        return not is_leak_open and any(one.search.over and one.search.found is not None for one in keeping)
 
     def _is_settled(self, ladder: Ladder) -> bool:
         is_early = self._unchanged is None and any(part.fix.is_measured for part in ladder.rungs[0])
@@ -297,7 +309,7 @@ class Planner:
             self._tell(*one)
         for ladder in self._ladders:
             if not ladder.search.over and ladder.refused is None and ladder.why is None:
-                ladder.why = late(self.time_budget_s)
+                ladder.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 

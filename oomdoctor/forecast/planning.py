@@ -35,6 +35,7 @@ class Planning:
         time_budget_s: for all forecasts together; 0 makes no shadow run.
         leaks: ids of fixes that free what should not be there.
         waits: whether the caller waits for the end of it.
+        is_hurried: whether that is as soon as a change that keeps the results is seen to fit.
         unforecast: why there is no shadow run, where there is no time for any.
 
     Attributes:
@@ -53,9 +54,12 @@ class Planning:
         time_budget_s: float,
         leaks: Collection[str] = (),
         waits: bool = False,
+        is_hurried: bool = False,
         unforecast: str | None = None,
     ) -> None:
-        self._planner = Planner(session, incident, evidence, fixes, budget, frozenset(leaks), time_budget_s)
+        self._planner = Planner(
+            *(session, incident, evidence, fixes, budget, frozenset(leaks), time_budget_s), is_hurried=is_hurried
+        )
         self._nursery: Nursery | None = None
         why = unsupported() if time_budget_s > 0 else unforecast or _OFF
         if why is None:

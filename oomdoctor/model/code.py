@@ -223,7 +223,8 @@ class CodeFacts:
         local_models: models that only locals of the functions lead to that were running.
         steppers: what the optimizers of ``optimizers`` are like.
         not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
-            ``not_reached``: those that it had not come to when it failed.
+            ``not_reached``: those that it had not come to when it failed; ``written_anew``: calls that write a file as
+            a whole, which a second run does as well.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.
         runs_model: whether the failing cell calls a model, by itself or by functions of the cells; None where it was
             not looked for.
@@ -264,6 +265,7 @@ class CodeFacts:
     runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
+    written_anew: tuple[str, ...] = ()
     grad_disabled: bool = False
     hooks: str | None = None
     classes: tuple[int, ...] = ()

@@ -155,6 +155,24 @@ def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple
     return []
 
 
+def unbound_in(
+    exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]
+) -> dict[tuple[int, int], frozenset[str]]:
+    """Return, for each function of ``lines_of``, its locals that were not bound: no round of a loop had bound them."""
+    found: dict[tuple[int, int], frozenset[str]] = {}
+    for link in chained(exc):
+        steps = [(cells.get(step.tb_frame.f_code.co_filename), step) for step in steps_of(traceback_of(link))]
+        places = [((number, step.tb_lineno), step.tb_frame) for number, step in steps if number is not None]
+        if through in (place for place, _ in places):
+            for place, frame in places:
+                code = frame.f_code
+                if code.co_flags & inspect.CO_OPTIMIZED:
+                    unbound = frozenset((*code.co_varnames, *code.co_cellvars)).difference(locals_of(frame))
+                    found[place] = found.get(place, unbound) & unbound
+            return found
+    return found
+
+
 def local_modules(
     exc: BaseException | None, cells: Mapping[str, int], known: Iterable[tuple[str, Any]]
 ) -> list[tuple[str, Any, tuple[int, int]]]:

@@ -73,6 +73,7 @@ async def heal(
         unfit=unfit,
         shell=session.shell,
         admit=checks.admit,
+        writes=bool(case.evidence.code.written_anew),
     )
     if outcome.kind is OutcomeKind.HEALED:
         outcome = replace(outcome, checked=checks.told)

@@ -34,6 +34,7 @@ def plan(
     *,
     time_budget_s: float,
     reserve: int,
+    is_hurried: bool = False,
     unforecast: str | None = None,
 ) -> Case:
     """Price the fixes. The frames of the failure should be released by now.
@@ -41,13 +42,14 @@ def plan(
     Args:
         prepare: restores the start of the cell, in the process of a shadow run.
         reserve: bytes of the budget that something else will take.
+        is_hurried: whether it is enough that one change which keeps the results is seen to fit.
         unforecast: why there is no shadow run, where there is no time for any.
 
     Raises:
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
     begun = None
-    terms: dict[str, Any] = {"reserve": reserve, "waits": True}
+    terms: dict[str, Any] = {"reserve": reserve, "waits": True, "is_hurried": is_hurried}
     try:
         begun = planning(case, session, prepare, time_budget_s=time_budget_s, unforecast=unforecast, **terms)
         with uncounted():
@@ -70,6 +72,7 @@ def planning(
     time_budget_s: float,
     reserve: int,
     waits: bool = False,
+    is_hurried: bool = False,
     unforecast: str | None = None,
 ) -> Planning:
     """Begin to price the fixes while the user's process goes on. For the other arguments see ``plan``.
@@ -89,6 +92,7 @@ def planning(
             time_budget_s=time_budget_s,
             leaks=_freeing(case),
             waits=waits,
+            is_hurried=is_hurried,
             unforecast=unforecast,
         )
 

@@ -6,7 +6,8 @@ Limits: what a function changes in its globals, and objects that are reached thr
 
 What the failing run had not come to when it failed stands behind the lines of the traceback. What stands in a loop
 with the line, in a function that is named anywhere else, or behind something that may swallow an error, may have run,
-and does not count.
+and does not count. But where no round of the loop can have ended, for a name that each binds is not bound yet, it was
+the first round.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
@@ -137,12 +138,18 @@ def _changed(node: ast.AST) -> Iterator[str]:
             yield from (root_of(part) for call in calls for part in (call.func, *call.args))
 
 
-def unreached(program: Program, line: int | None, running: Collection[tuple[int, int]]) -> frozenset[int]:
+def unreached(
+    program: Program,
+    line: int | None,
+    running: Collection[tuple[int, int]],
+    unbound: Mapping[tuple[int, int], Collection[str]],
+) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
     Args:
         line: of the failing cell; None where it is not known, so that all of it may have run.
         running: ``(cell, line)`` of all that was running.
+        unbound: names of each of these places that were not bound there.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or _is_hidden(program, line):
@@ -153,10 +160,12 @@ def unreached(program: Program, line: int | None, running: Collection[tuple[int,
     if len(ran[top]) > 1:
         return frozenset()  # an error that was caught and raised again has two lines
     lines = {scope: min(ran[scope]) for scope in program.running if len(ran.get(scope, ())) == 1}
+    unmade = {scope: _never_bound(scope, unbound.get((scope.cell, at), ())) for scope, at in lines.items()}
     while True:
-        behind = {id(node) for scope, at in lines.items() for one in _behind(scope.body, at) for node in ast.walk(one)}
+        rest = (one for scope, at in lines.items() for one in _behind(scope.body, at, unmade[scope]))
+        behind = {id(node) for one in rest for node in ast.walk(one)}
         callers = _callers(program, top, behind)
-        many = [one for one in lines if one is not top and not _is_called_once(callers.get(one, []), lines)]
+        many = [one for one in lines if one is not top and not _is_called_once(callers.get(one, []), lines, unmade)]
         if not many:
             break
         for one in many:
@@ -192,8 +201,20 @@ def _home(program: Program, cell: int, line: int) -> Scope | None:
     return max(found, key=lambda scope: scope.body[0].lineno, default=None)
 
 
-def _behind(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
-    """Yield the statements that are run after the one with the line, if it does not fail."""
+def _never_bound(scope: Scope, unbound: Collection[str]) -> frozenset[str]:
+    """Return those of some names that are not bound, and that nothing deletes."""
+    nodes = [node for one in scope.body for node in ast.walk(one)]
+    deleted = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)}
+    deleted |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    return frozenset(unbound) - deleted
+
+
+def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Iterator[ast.stmt]:
+    """Yield the statements that are run after the one with the line, if it does not fail.
+
+    Args:
+        unbound: names that nothing has bound yet.
+    """
     waiting = list(body)
     at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
     if at is None:
@@ -203,15 +224,41 @@ def _behind(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
         for block, other in ((now.body, now.orelse), (now.orelse, now.body)):
             if any(line in lines_of(one) for one in block):
                 yield from other
-                yield from _behind(block, line)
-    elif isinstance(now, ast.Try) and any(line in lines_of(one) for one in now.body):
+                yield from _behind(block, line, unbound)
+    elif (isinstance(now, ast.Try) and any(line in lines_of(one) for one in now.body)) or (
+        isinstance(now, _LOOPS) and _is_first_round(now, line, unbound)
+    ):
         yield from now.orelse
-        yield from _behind(now.body, line)
+        yield from _behind(now.body, line, unbound)
     elif isinstance(now, ast.With):
-        yield from _behind(now.body, line)
+        yield from _behind(now.body, line, unbound)
         if not all(call_name(item.context_expr).rpartition(".")[2] in words.LETS_ERRORS_THROUGH for item in now.items):
             return
     yield from waiting[at + 1 :]
+
+
+def _is_first_round(loop: ast.For | ast.AsyncFor | ast.While, line: int, unbound: frozenset[str]) -> bool:
+    """Return whether no round of a loop has ended: from the line on, each binds a name that is not bound."""
+    at = next((at for at, one in enumerate(loop.body) if line in lines_of(one)), None)
+    for one in [] if at is None else loop.body[at:]:
+        if not unbound.isdisjoint(_always_bound(one)):
+            return True
+        if any(isinstance(node, ast.Continue) for node in ast.walk(one)):
+            return False
+    return False
+
+
+def _always_bound(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement binds whenever it ends."""
+    if isinstance(node, ast.With):
+        yield from (name for one in node.body for name in _always_bound(one))
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (one.id for target in targets for one in ast.walk(target) if _is_stored(one))
+
+
+def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[Scope]]:
@@ -219,18 +266,25 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
-            named.setdefault(scope.tail, []).append(scope)
+            named.setdefault(f".{scope.tail}" if scope.owner else scope.tail, []).append(scope)
     found: dict[Scope, list[Scope]] = {}
     waiting = [top]
     while waiting:
         scope = waiting.pop()
         for node in _nodes(scope.body, behind):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-            for one in named.get(name or "", []):
+            for one in named.get(_named(node, program), []):
                 if one not in found:
                     waiting.append(one)
                 found.setdefault(one, []).append(scope)
     return found
+
+
+def _named(node: ast.AST, program: Program) -> str:
+    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself."""
+    if isinstance(node, ast.Attribute):
+        is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
+        return node.attr if is_of_module else f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST]:
@@ -241,15 +295,18 @@ def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST
             yield from _nodes(ast.iter_child_nodes(node), behind)
 
 
-def _is_called_once(callers: list[Scope], lines: dict[Scope, int]) -> bool:
-    """Return whether a function was called by the line that is running alone, and that runs once."""
+def _is_called_once(callers: list[Scope], lines: Mapping[Scope, int], unbound: Mapping[Scope, frozenset[str]]) -> bool:
+    """Return whether a function was called by the line that is running alone, and that ran once."""
     line = lines.get(callers[0]) if len(callers) == 1 else None
-    return line is not None and not _repeats(callers[0].body, line)
+    return line is not None and not _repeats(callers[0].body, line, unbound[callers[0]])
 
 
-def _repeats(body: Iterable[ast.stmt], line: int) -> bool:
-    """Return whether the line stands in a loop, or has one in its statement."""
+def _repeats(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> bool:
+    """Return whether the line stands in a loop that is past its first round, or has one in its statement."""
     nodes = (node for one in body for node in ast.walk(one) if isinstance(node, ast.stmt))
     around = [node for node in nodes if line in lines_of(node)]
     inner = ast.walk(around[-1]) if around else ()
-    return any(isinstance(node, _LOOPS) for node in around) or any(isinstance(node, _REPEATING) for node in inner)
+    loops = [node for node in around if isinstance(node, _LOOPS)]
+    return any(not _is_first_round(one, line, unbound) for one in loops) or any(
+        isinstance(node, _REPEATING) for node in inner
+    )

@@ -5,6 +5,8 @@ names stand for. A listed function that is only mentioned (in a dictionary, a ``
 what is done with it later has no name. Writes into a tensor past autograd, through ``.data`` or ``.numpy()``, count
 where not every tensor was copied first: a snapshot does not notice them. The list is one of names, so it misses what a
 function of a library does inside, what is fetched by a computed name, and a write to a tensor through a second name.
+
+What writes a file anew as a whole is told apart: the second run writes the same in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from inspect import getattr_static
-from typing import Any, Final, TypeGuard
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, short
@@ -27,17 +30,20 @@ _FUNCTIONS: Final = re.compile(
     r"|(requests|httpx|urllib|socket|subprocess|shutil|smtplib|boto3|wandb|mlflow|neptune|comet_ml)\..+"
     r"|(urllib\.request\.)?(urlopen|urlretrieve)"
     r"|os\.(system|popen|remove|unlink|rename|replace|rmdir|removedirs|kill|execv\w*|spawn\w*)"
-    r"|os\.(p?readv?|p?writev?|sendfile|splice|f?truncate|lseek|link|symlink|mkfifo)"
-    r"|torch\.(serialization\.)?save|(np|numpy)\.(save|savez|savez_compressed|savetxt)"
-    r"|(pickle|json|yaml|joblib|torch\.onnx)\.(dump|export)"
-    r"|torchvision\.utils\.save_image|save_image|Popen)$"
+    r"|os\.(p?readv?|p?writev?|sendfile|splice|f?truncate|lseek|link|symlink|mkfifo)|(pickle|json|yaml)\.dump|Popen)$"
 )
 _METHODS: Final = re.compile(
-    r".*\.(write_text|write_bytes|unlink|rename|rmdir|savefig|save_pretrained|push_to_hub|save_checkpoint|save_state"
-    r"|to_csv|to_parquet|to_pickle|to_json|to_sql|add_scalar|add_scalars|add_image|add_images|add_histogram|add_graph"
+    r".*\.(unlink|rename|rmdir|push_to_hub|to_sql|add_scalar|add_scalars|add_image|add_images|add_histogram|add_graph"
     r"|add_text|log_metric|log_metrics|log_artifact)$"
 )
 """Count where they are called; an attribute of the name that is only read may be anything."""
+
+_REWRITING: Final = re.compile(
+    r"^(torch\.(serialization\.)?save|(np|numpy)\.(save|savez|savez_compressed|savetxt)|(joblib|torch\.onnx)\.(dump|export)"
+    r"|(torchvision\.utils\.)?save_image"
+    r"|.*\.(write_text|write_bytes|savefig|save_pretrained|save_checkpoint|save_state|to_csv|to_parquet|to_pickle|to_json))$"
+)
+"""What writes a file as a whole, in the place of one that is there."""
 
 _OPENING: Final = frozenset({"open", "io.open", "gzip.open", "bz2.open", "lzma.open", "codecs.open", "tarfile.open"})
 """Functions that take the mode after the name of the file."""
@@ -54,6 +60,19 @@ _MOST_NAMES: Final = 100
 """Of one expression; two names that are assigned from each other's attributes have no end of them."""
 
 
+class Repetition(NamedTuple):
+    """Calls of the failing run, each as ``line N: `call` ``, those of other cells with the cell's number.
+
+    Attributes:
+        once: those that must not be made a second time and may have been made; ``ahead``: were not come to.
+        anew: those that write a file as a whole, whether they were come to or not.
+    """
+
+    once: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
+
+
 def not_repeatable(
     program: Program,
     homes: Callable[[str], tuple[str, ...]],
@@ -62,30 +81,33 @@ def not_repeatable(
     ahead: Container[int] = (),
     *,
     is_kept: bool = False,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return ``line N: `call` `` for each in the failing run, for those of other cells with the cell's number.
+) -> Repetition:
+    """Return what a second run of the failing cell would do a second time.
 
     Args:
         homes: returns the dotted name by which what a live name stands for is defined: a module, a function, a class.
         iterators: live names of what can be gone through once.
-        ahead: ids of the nodes that were not reached; the calls among them are the second of what is returned.
+        ahead: ids of the nodes that were not reached.
         is_kept: whether every tensor was copied when the run began, so that a write past autograd can be taken back.
     """
     names = _Names(program, homes, iterators, is_kept=is_kept)
     reached, followed = _followed(program, names, ahead), _followed(program, names, ())
     behind: list[tuple[int, int, str]] = []
     later: list[tuple[int, int, str]] = []
+    anew: list[tuple[int, int, str]] = []
     for scope in followed:
         is_late = scope not in reached or (scope.function is not None and id(scope.body[0]) in ahead)
         for node, text in (*_python(scope, names), *_held(_defaults(scope), names)):
             found = later if is_late or id(node) in ahead else behind
             found.append((scope.cell, node.lineno, text))
+        calls = (node for node in _nodes(scope.body) if isinstance(node, ast.Call) and _rewrites(node, names))
+        anew += [(scope.cell, call.lineno, short(ast.unparse(call))) for call in calls]
     for scope in under.basis:
         if scope.function is None and scope.cell != program.failing:
             behind += [(scope.cell, node.lineno, text) for node, text in _held(scope.body, names)]
     tops = {scope.cell for scope in program.running if scope.function is None}
     behind += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
-    return _told(program, behind), _told(program, later)
+    return Repetition(once=_told(program, behind), ahead=_told(program, later), anew=_told(program, anew))
 
 
 def unseen_write(program: Program) -> str | None:
@@ -101,6 +123,8 @@ class _Names:
         self, program: Program, homes: Callable[[str], tuple[str, ...]], iterators: Container[str], *, is_kept: bool
     ) -> None:
         self.iterators, self.is_kept, self._live = iterators, is_kept, homes
+        self.methods = {scope.tail for scope in program.scopes if scope.owner}
+        self.handles = set(_opened(program.running))
         self.bound: set[str] = set()
         self._homes: dict[str, list[str]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
@@ -141,6 +165,20 @@ class _Names:
         if dot:
             yield from self._homes.get(f".{rest.rpartition('.')[2]}", ())
             yield rest if root == "builtins" else f"{_PUBLIC.get(root, root)}.{rest}"
+
+
+def _opened(scopes: Iterable[Scope]) -> Iterator[str]:
+    """Yield the names of files that are opened by what runs."""
+    for node in (node for scope in scopes for node in _nodes(scope.body)):
+        targets: list[ast.expr | None] = []
+        if isinstance(node, ast.withitem):
+            targets, value = [node.optional_vars], node.context_expr
+        elif isinstance(node, ast.Assign):
+            targets, value = [*node.targets], node.value
+        else:
+            continue
+        if isinstance(value, ast.Call) and _is_opening(call_name(value)):
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -265,16 +303,34 @@ def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
 
 def _is_listed(call: ast.Call, names: _Names) -> bool:
     written = call_name(call) or ast.unparse(call.func)
+    if written.rpartition(".")[2] in names.methods:  # what the method of the user's does is looked at itself
+        return False
+    is_own = any(isinstance(one, ast.Name) and one.id in names.handles for one in call.args[1:2])
     return any(
         _METHODS.match(name)
-        or ((_FUNCTIONS.match(name) or _writes(call, name)) and (name == written or names.is_function(name)))
+        or (_REWRITING.match(name) and "a" in _mode(call, name))
+        or (
+            ((_FUNCTIONS.match(name) and not (name.endswith(".dump") and is_own)) or _writes(call, name, anew=False))
+            and (name == written or names.is_function(name))
+        )
+        for name in names.of(written)
+    )
+
+
+def _rewrites(call: ast.Call, names: _Names) -> bool:
+    """Return whether a call writes a file as a whole, in the place of one that is there."""
+    written = call_name(call) or ast.unparse(call.func)
+    return written.rpartition(".")[2] not in names.methods and any(
+        (_REWRITING.match(name) and "a" not in _mode(call, name))
+        or (_writes(call, name, anew=True) and (name == written or names.is_function(name)))
         for name in names.of(written)
     )
 
 
 def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...]:
     ordered = sorted(set(found), key=lambda item: (item[0] != program.failing, item))
-    places = {cell: "" if cell == program.failing else f"cell {cell}, " for cell, _, _ in ordered}
+    files = {scope.cell: Path(scope.file).name for scope in program.scopes if scope.file is not None}
+    places = {cell: "" if cell == program.failing else f"{files.get(cell, f'cell {cell}')}, " for cell, _, _ in ordered}
     return tuple(f"{places[cell]}line {line}: `{text}`" for cell, line, text in ordered)
 
 
@@ -316,12 +372,22 @@ def _leads_past_autograd(value: ast.expr) -> bool:
     return False
 
 
-def _writes(call: ast.Call, name: str) -> bool:
-    if name not in _OPENING and not name.endswith(".open"):
-        return False
+def _writes(call: ast.Call, name: str, *, anew: bool) -> bool:
+    """Return whether a call opens a file to write it anew, or to add to it or change it."""
+    mode = set(_mode(call, name)) if _is_opening(name) else set[str]()
+    return ("w" in mode) if anew else ("w" not in mode and bool(mode & set("ax+")))
+
+
+def _is_opening(name: str) -> bool:
+    return name in _OPENING or name.endswith(".open")
+
+
+def _mode(call: ast.Call, name: str) -> str:
+    """Return the mode that a file is written in, where it is written out."""
     at = 1 if name in _OPENING else 0
-    modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[at : at + 1]
-    return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes)
+    modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
+    modes += call.args[at : at + 1] if _is_opening(name) else []
+    return "".join(str(mode.value) for mode in modes if isinstance(mode, ast.Constant))
 
 
 def _is_iterator(node: ast.AST, names: _Names) -> bool:

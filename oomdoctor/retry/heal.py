@@ -55,6 +55,7 @@ async def heal(
     unfit: dict[str, str] | None = None,
     shell: Any = None,
     admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
+    writes: bool = False,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
 
@@ -69,6 +70,7 @@ async def heal(
             those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
         admit: asked before each attempt; returns what is to be run, or why it is not.
+        writes: whether the cell writes files, which it must not read as its failed run has left them.
 
     Returns:
         The outcome, and the error of the user's code that ended it; if it was healed, None or its ``SystemExit``. After
@@ -95,7 +97,7 @@ async def heal(
         log.tried.append(choice.label)
         try:
             with _peaks_before_resets(accelerator) as peaks:
-                error = await _attempt(transaction, admitted.attempt, run, accelerator, peaks)
+                error = await _attempt(transaction, admitted.attempt, run, accelerator, peaks, writes=writes)
         except OomDoctorError as exc:
             log.unfit_for(choice, exc)
             continue
@@ -188,7 +190,7 @@ class _Log:
 
 
 async def _attempt(
-    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator, peaks: list[int]
+    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator, peaks: list[int], *, writes: bool
 ) -> BaseException | None:
     """Run one attempt from the restored state, with copies made just in time for the way back."""
     transaction.restore()
@@ -203,6 +205,8 @@ async def _attempt(
     with ExitStack() as live:
         for enter in attempt.live:
             live.enter_context(enter())
+        if writes:
+            live.enter_context(transaction.unread())
         texts = {str(edit.file): edit.after for edit in attempt.modules}
         with importing(texts), teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
             return await run(attempt)

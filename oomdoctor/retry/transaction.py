@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import io
+import os
 import signal
+import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
@@ -17,6 +23,11 @@ from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.program.modules import put_in_place
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.snapshot import Snapshot
+
+_CACHES: Final = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME")
+"""Variables that name folders in which libraries keep what they would fetch or make again."""
+_COARSE_NS: Final = 10_000_000
+"""How far the clock of a file system may be behind."""
 
 
 @contextmanager
@@ -54,6 +65,7 @@ class Transaction:
 
     def __init__(self, namespace: dict[str, Any], source: str, room: Callable[[], int]) -> None:
         self.source = source
+        self._begun_ns = time.time_ns()
         self.fault = self.stopped = ""
         self._strict = False
         self._handles: list[Any] = []
@@ -97,6 +109,41 @@ class Transaction:
         finally:
             self.disarm()
             self._strict = False
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Stop the body where it opens a file to read, or to go on in, that a run of the cell has written before.
+
+        The cell itself has not found that file as it is now. Existence alone is not looked at, nor what opens files
+        past Python, nor the caches of libraries.
+        """
+        opened, now_ns = io.open, time.time_ns()
+        written = range(self._begun_ns - _COARSE_NS, now_ns - _COARSE_NS)
+        caches = (
+            Path("/proc"),
+            Path("/sys"),
+            Path.home() / ".cache",
+            *(Path(os.environ[name]) for name in _CACHES if os.environ.get(name)),
+        )
+
+        def guarded(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "w" not in mode and "x" not in mode and not isinstance(file, int):
+                try:
+                    path = Path(os.fsdecode(file)).resolve()
+                    told = path.stat()
+                except (OSError, TypeError, ValueError):
+                    return opened(file, mode, *args, **kwargs)
+                is_new = told.st_mtime_ns in written and stat.S_ISREG(told.st_mode) and told.st_size
+                if is_new and not any(path.is_relative_to(one) for one in caches):
+                    self.stopped = f"`{file}` was written by the run that failed, and the cell reads it again"
+                    raise StateError(self.stopped)
+            return opened(file, mode, *args, **kwargs)
+
+        builtins.open = io.open = guarded
+        try:
+            yield
+        finally:
+            builtins.open = io.open = opened
 
     def arm(self) -> None:
         """Set the hooks that copy what is about to change: one before the first forward, one before the first step."""

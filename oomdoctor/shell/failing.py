@@ -235,7 +235,8 @@ def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
         planning = pipeline.planning(case, session, transaction.restore, **terms)
         extension.filling = Filling(case, planning, extension.borders, pipeline.record)
         priced = extension.filling.case
-    priced = priced or pipeline.plan(case, session, transaction.restore, **terms)
+    is_hurried = extension.config.auto != "off"
+    priced = priced or pipeline.plan(case, session, transaction.restore, **terms, is_hurried=is_hurried)
     return pipeline.record(priced)
 
 

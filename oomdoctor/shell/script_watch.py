@@ -197,6 +197,7 @@ class Watch:
             transaction.restore if transaction is not None else lambda: None,
             time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
             reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
+            is_hurried=self._settings.auto != "off",
             unforecast=None if transaction is not None else "what cannot be run again has no shadow run",
         )
 

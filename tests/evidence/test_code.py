@@ -416,7 +416,7 @@ def test_the_local_list_of_a_function() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("f = open('log.txt', 'w')", ("line 1: `open('log.txt', 'w')`",)),
+        ("f = open('log.txt', 'a')", ("line 1: `open('log.txt', 'a')`",)),
         ("f = open('log.txt')", ()),
         ("path.open('a')", ("line 1: `path.open('a')`",)),
         ("import wandb\nwandb.log({'a': 1})", ("line 2: `wandb.log({'a': 1})`",)),
@@ -428,8 +428,7 @@ def test_the_local_list_of_a_function() -> None:
         ("for b in batches:\n    pass", ("line 1: `for b in batches`",)),
         ("input('go? ')", ("line 1: `input('go? ')`",)),
         ("writer.add_scalar('a', 1)", ("line 1: `writer.add_scalar('a', 1)`",)),
-        ("torch.save(model.state_dict(), 'm.pt')", ("line 1: `torch.save(model.state_dict(), 'm.pt')`",)),
-        ("def later():\n    open('a', 'w')", ()),
+        ("def later():\n    open('a', 'a')", ()),
     ],
 )
 def test_not_repeatable(source: str, found: tuple[str, ...]) -> None:
@@ -478,8 +477,37 @@ def test_reads_past_autograd_are_repeatable(source: str) -> None:
     assert read(source).not_repeatable == ()
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.save(model.state_dict(), 'm.pt')",
+        "with open('log.txt', 'w') as f:\n    f.write(str(x))\n    json.dump(x, f)",
+        "frame.to_csv('a.csv')",
+        "plt.savefig('a.png')",
+    ],
+)
+def test_a_file_that_is_written_as_a_whole_is_written_again(source: str) -> None:
+    found = read(source)
+    assert (found.not_repeatable, len(found.written_anew)) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["frame.to_csv('a.csv', mode='a')", "open('a', 'a')", "open('a', 'r+')", "open('a', 'x')", "json.dump(x, f)"],
+)
+def test_what_is_added_to_a_file_would_be_added_twice(source: str) -> None:
+    found = read(source)
+    assert (len(found.not_repeatable), found.written_anew) == (1, ())
+
+
+def test_a_method_of_the_users_own_is_read_and_not_known_by_its_name() -> None:
+    stub = "class Writer:\n    def add_scalar(self, *args):\n        pass\nwriter = Writer()"
+    assert read(stub, "writer.add_scalar('loss', 1, 1)").not_repeatable == ()
+    assert len(read("writer = SummaryWriter()", "writer.add_scalar('loss', 1, 1)").not_repeatable) == 1
+
+
 def test_not_repeatable_in_a_function_of_another_cell() -> None:
-    assert read("def save():\n    open('a', 'w')", "save()").not_repeatable == ("cell 1, line 2: `open('a', 'w')`",)
+    assert read("def save():\n    open('a', 'a')", "save()").not_repeatable == ("cell 1, line 2: `open('a', 'a')`",)
 
 
 @pytest.mark.parametrize(
@@ -503,10 +531,10 @@ def test_not_repeatable_in_a_function_of_another_cell() -> None:
         ("import os\nD = {}\nD['r'] = os.read", "D['r'](fd, 2)", "cell 1, line 3: `os.read`"),
         ("from os import read\nimport functools\nf = functools.partial(read, fd)", "f(2)", "cell 1, line 3: `read`"),
         ("import os\nf = lambda: os.read(fd, 2)", "f()", "cell 1, line 2: `os.read(fd, 2)`"),
-        ("f = lambda: open('a', 'w')", "f()", "cell 1, line 1: `open('a', 'w')`"),
+        ("f = lambda: open('a', 'a')", "f()", "cell 1, line 1: `open('a', 'a')`"),
         ("import os\ndef rd(f=os.read):\n    return f(fd, 2)", "rd()", "cell 1, line 2: `os.read`"),
-        ("def save():\n    open('a', 'w')\ns = save", "s()", "cell 1, line 2: `open('a', 'w')`"),
-        ("def save():\n    open('a', 'w')", "train(then=save)", "cell 1, line 2: `open('a', 'w')`"),
+        ("def save():\n    open('a', 'a')\ns = save", "s()", "cell 1, line 2: `open('a', 'a')`"),
+        ("def save():\n    open('a', 'a')", "train(then=save)", "cell 1, line 2: `open('a', 'a')`"),
         ("import atexit", "@atexit.register\ndef f():\n    pass", "line 1: `atexit.register`"),
         ("import subprocess as s", "pool.map(s.check_output, x)", "line 1: `s.check_output`"),
         ("import os", "open('f', 'a').write('a')", "line 1: `open('f', 'a')`"),
@@ -522,8 +550,8 @@ def test_names_that_only_the_namespace_has() -> None:
 
 
 def test_a_second_name_that_is_used_later() -> None:
-    found = read("def save():\n    open('a', 'w')\ns = save", "train()\ns()", line=1, running=((2, 1),))
-    assert (found.not_repeatable, found.not_reached) == ((), ("cell 1, line 2: `open('a', 'w')`",))
+    found = read("def save():\n    open('a', 'a')\ns = save", "train()\ns()", line=1, running=((2, 1),))
+    assert (found.not_repeatable, found.not_reached) == ((), ("cell 1, line 2: `open('a', 'a')`",))
 
 
 @pytest.mark.parametrize(
@@ -538,8 +566,8 @@ def test_a_second_name_that_is_used_later() -> None:
         ("open, close = columns", "plot(open, close)"),
         ("import os\nR = os.read", "x = 1"),
         ("import os\nD = {'r': os.read}", "x = 1"),
-        ("import requests\ndata = requests.get(u)\nf = open('a', 'w')", "train(data, f)"),
-        ("def save():\n    open('a', 'w')\nsave = True", "train(save=save)"),
+        ("import requests\ndata = requests.get(u)\nf = open('a', 'a')", "train(data, f)"),
+        ("def save():\n    open('a', 'a')\nsave = True", "train(save=save)"),
         ("a = b.x\nb = a.y\nb = a.z", "a.b.c(); b()"),
         ("socket = make()", "plot(socket.weight, table.rename)"),
     ],

@@ -10,7 +10,7 @@ from oomdoctor.model.session import Cell, Cells
 MAIN = """def main():
     for epoch in range(2):
         train()
-    torch.save(a, "end")
+    os.remove(a, "end")
 if __name__ == "__main__":
     main()
 """
@@ -20,28 +20,33 @@ if __name__ == "__main__":
     ("source", "running", "may_have_run", "ahead"),
     [
         pytest.param(MAIN, (6, 3), (), (4,), id="behind a loop of a function that is called once"),
-        pytest.param("for i in y:\n    train()\n    torch.save(a, f)\ntorch.save(b, f)", (2,), (3,), (4,), id="loop"),
-        pytest.param("def f():\n    train()\n    torch.save(a, f)\nfor i in y:\n    f()", (5, 2), (3,), (), id="often"),
-        pytest.param("def f():\n    train()\n    torch.save(a, f)\nf()\nf()", (5, 2), (3,), (), id="called before"),
+        pytest.param("for i in y:\n    train()\n    os.remove(a, f)\nos.remove(b, f)", (2,), (3,), (4,), id="loop"),
+        pytest.param("def f():\n    train()\n    os.remove(a, f)\nfor i in y:\n    f()", (5, 2), (3,), (), id="often"),
+        pytest.param("def f():\n    train()\n    os.remove(a, f)\nf()\nf()", (5, 2), (3,), (), id="called before"),
+        pytest.param("def f():\n    train()\n    os.remove(a, f)\nf()\nf()", (4, 2), (), (3,), id="called again later"),
+        pytest.param("def f():\n    train()\n    os.remove(a, f)\ng = f\nf()", (5, 2), (3,), (), id="another name"),
+        pytest.param("def f():\n    os.remove(a, f)\ntrain()\nf()", (3,), (), (2,), id="function called later"),
+        pytest.param("def f():\n    os.remove(a, f)\nf()\ntrain()\nf()", (4,), (2,), (), id="called earlier as well"),
+        pytest.param("os.remove(a, f)\ntrain()", (2,), (1,), (), id="before"),
         pytest.param(
-            "def f():\n    train()\n    torch.save(a, f)\nf()\nf()", (4, 2), (), (3,), id="called again later"
+            "def f():\n    model.f()\n    train()\n    os.remove(a, f)\nf()",
+            (5, 3),
+            (),
+            (4,),
+            id="a method of its name",
         ),
-        pytest.param("def f():\n    train()\n    torch.save(a, f)\ng = f\nf()", (5, 2), (3,), (), id="another name"),
-        pytest.param("def f():\n    torch.save(a, f)\ntrain()\nf()", (3,), (), (2,), id="function called later"),
-        pytest.param("def f():\n    torch.save(a, f)\nf()\ntrain()\nf()", (4,), (2,), (), id="called earlier as well"),
-        pytest.param("torch.save(a, f)\ntrain()", (2,), (1,), (), id="before"),
-        pytest.param("[f() for f in (train, save)]\ntorch.save(a, f)", (1,), (), (2,), id="comprehension"),
+        pytest.param("[f() for f in (train, save)]\nos.remove(a, f)", (1,), (), (2,), id="comprehension"),
         pytest.param(
-            "try:\n    train()\nexcept E:\n    torch.save(a, f)\nfinally:\n    torch.save(b, f)\ntorch.save(c, f)",
+            "try:\n    train()\nexcept E:\n    os.remove(a, f)\nfinally:\n    os.remove(b, f)\nos.remove(c, f)",
             *((2,), (4, 6), (7,)),
             id="handlers",
         ),
-        pytest.param("with out:\n    train()\ntorch.save(a, f)", (2,), (3,), (), id="a context that may swallow it"),
-        pytest.param("with torch.no_grad():\n    train()\ntorch.save(a, f)", (2,), (), (3,), id="one that does not"),
-        pytest.param("if x:\n    train()\nelse:\n    torch.save(a, f)", (2,), (), (4,), id="the other branch"),
-        pytest.param("%time train()\ntorch.save(a, f)", (1,), (2,), (), id="a magic that shows errors and goes on"),
+        pytest.param("with out:\n    train()\nos.remove(a, f)", (2,), (3,), (), id="a context that may swallow it"),
+        pytest.param("with torch.no_grad():\n    train()\nos.remove(a, f)", (2,), (), (3,), id="one that does not"),
+        pytest.param("if x:\n    train()\nelse:\n    os.remove(a, f)", (2,), (), (4,), id="the other branch"),
+        pytest.param("%time train()\nos.remove(a, f)", (1,), (2,), (), id="a magic that shows errors and goes on"),
         pytest.param(
-            "try:\n    train()\nexcept E as e:\n    x = e\ntorch.save(a, f)\nraise x", (2, 6), (5,), (), id="again"
+            "try:\n    train()\nexcept E as e:\n    x = e\nos.remove(a, f)\nraise x", (2, 6), (5,), (), id="again"
         ),
     ],
 )
@@ -55,6 +60,38 @@ def test_what_was_reached(
 
 
 def test_without_a_line_all_may_have_run() -> None:
-    cells = Cells(history=(Cell(number=1, source="train()\ntorch.save(a, f)"),))
+    cells = Cells(history=(Cell(number=1, source="train()\nos.remove(a, f)"),))
     assert facts(cells, {}).not_reached == ()
     assert len(facts(cells, {}).not_repeatable) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "ahead"),
+    [
+        pytest.param("loss = train()\nos.remove(a)", True, id="the statement that failed would have bound it"),
+        pytest.param("train()\nloss = 1\nos.remove(a)", True, id="a later one would have"),
+        pytest.param("with torch.no_grad():\n    loss = train()\nos.remove(a)", True, id="within a context"),
+        pytest.param("train()\nif x:\n    loss = 1\nos.remove(a)", False, id="not in each round"),
+        pytest.param("train()\nif x:\n    continue\nloss = 1\nos.remove(a)", False, id="a round may have left before"),
+        pytest.param("loss = train()\nos.remove(a)\ndel loss", False, id="deleted"),
+        pytest.param("try:\n    loss = train()\nexcept E:\n    pass\nos.remove(a)", False, id="swallowed"),
+    ],
+)
+def test_no_round_has_ended_where_what_each_binds_is_not_bound(body: str, ahead: bool) -> None:
+    lines = body.splitlines()
+    at = next(at for at, line in enumerate(lines, 2) if "train()" in line)
+    cells = Cells(history=(Cell(number=1, source="\n".join(["for i in y:", *(f"    {line}" for line in lines)])),))
+    found = facts(cells, {"y": [], "x": 1, "i": 1, "a": ""}, line=at, running=[(1, at)])
+    assert (found.not_repeatable == (), bool(found.not_reached)) == (ahead, ahead)
+    again = facts(cells, {"y": [], "x": 1, "i": 1, "a": "", "loss": 2.0}, line=at, running=[(1, at)])
+    assert again.not_reached == ()
+
+
+def test_what_a_function_has_not_bound_tells_of_its_loops() -> None:
+    fit = "def fit():\n    for x in y:\n        step()\n        n = 1\n        os.remove(a)\n"
+    cells = Cells(history=(Cell(number=1, source=f"{fit}def step():\n    train()\nfit()"),))
+    running = [(1, 8), (1, 3), (1, 7)]
+    first = facts(cells, {}, line=8, running=running, unbound={(1, 3): {"n"}, (1, 7): set()})
+    later = facts(cells, {}, line=8, running=running, unbound={(1, 3): set(), (1, 7): set()})
+    assert (first.not_repeatable, len(first.not_reached)) == ((), 1)
+    assert (len(later.not_repeatable), later.not_reached) == (1, ())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,7 @@ def outcome_of(
     failed: set[str] | None = None,
     is_oom: Any = lambda exc: isinstance(exc, Doomed),
     accelerator: Any = None,
+    writes: bool = False,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
     log = [] if log is None else log
@@ -42,6 +46,9 @@ def outcome_of(
     namespace |= more or {}
     transaction = Transaction(namespace, "log.append(1)", lambda: room)
     namespace["log"].append("wreck")
+    if writes:
+        Path("left.txt").write_text("by the run that failed")
+        time.sleep(0.03)  # by the clock of the file system
     trials = [
         Choice(fix=source.partition("#")[2] or str(at), label=f"trial {at}",
               attempt=Attempt(source=source, live=(live,) if live else ()))
@@ -59,7 +66,7 @@ def outcome_of(
         heal(
             transaction, trials, run,
             accelerator=accelerator or HostAccelerator(), is_oom=is_oom,
-            most_attempts=most, time_budget_s=60, failed=failed,
+            most_attempts=most, time_budget_s=60, failed=failed, writes=writes,
         )
     )  # fmt: skip
     return result, error, namespace
@@ -90,6 +97,40 @@ def test_a_program_that_resets_the_peak_does_not_hide_it() -> None:
     assert (outcome.kind, outcome.state, error) == (OutcomeKind.HEALED, State.CLEAN, None)
     assert outcome.peak == before + (64 << 20)
     assert torch._C._cuda_resetPeakMemoryStats is reset
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("mode", ["r", "a", "r+b"])
+def test_what_the_failed_run_has_written_is_not_read(
+    mode: str, swallows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reads = f"open('left.txt', {mode!r}).close()"
+    reads = f"try:\n    {reads}\nexcept Exception: log.append('caught')" if swallows else reads
+    outcome, error, namespace = outcome_of([f"{reads}\nlog.append(2)"], writes=True)
+    assert (outcome.kind, error) == (OutcomeKind.ROLLED_BACK if error else OutcomeKind.REFUSED, None)
+    assert "written by the run that failed" in outcome.why
+    assert namespace["log"] == [0]
+
+
+def test_files_that_were_there_or_that_the_attempt_writes_itself_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "old.txt"
+    old.write_text("from before")
+    os.utime(old, (1, 1))
+    before = open
+    source = """
+open('old.txt').close()
+with open('left.txt', 'w') as file: file.write('anew')
+open('left.txt').close()
+torch.save(1, 'a.pt')
+assert torch.load('a.pt') == 1
+"""
+    assert outcome_of([source], writes=True, more={"torch": torch})[0].kind is OutcomeKind.HEALED
+    assert open is before
+    assert outcome_of(["open('left.txt').close()"])[0].kind is OutcomeKind.HEALED, "nothing of it writes"
 
 
 def test_when_none_does_the_state_is_that_of_the_start() -> None:

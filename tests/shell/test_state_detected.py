@@ -23,7 +23,7 @@ KINDS: Final = {
     "a generator": ("numbered = (n for n in range(99))", "list(numbered)", "`numbered` is an iterator"),
     "a loader's iterator": ("batches = iter(train_loader)", "x, y = next(batches)", "`batches` is an iterator"),
     "an open file": ("log = open('log.txt', 'w')", "print('step', file=log)", "`log` is an iterator, an open file"),
-    "a file that is opened": ("", "open('out.txt', 'w').close()", "open('out.txt', 'w')"),
+    "a file that is opened": ("", "open('out.txt', 'a').close()", "open('out.txt', 'a')"),
     "a socket": ("import socket\nhere, there = socket.socketpair()", "here.send(b'a')", "`here` is an iterator"),
     "a process": ("import subprocess", "subprocess.run(['true'])", "subprocess.run"),
     "a process before": (
@@ -36,12 +36,13 @@ KINDS: Final = {
     "a large array": ("import numpy as np\nlarge = np.zeros(20_000)", "large += 1", "`large` is a large array"),
     "a request": ("class requests:\n    get = staticmethod(print)", "requests.get('http://a')", "requests.get"),
     "a service": ("class wandb:\n    log = staticmethod(print)", "wandb.log({'a': 1})", "wandb.log"),
-    "a checkpoint": ("", "torch.save(model.state_dict(), 'm.pt')", "torch.save"),
+    "a scalar of a board": ("class SummaryWriter:\n    __getattr__ = lambda *_: print\nboard = SummaryWriter()",
+                            "board.add_scalar('loss', 1, 1)", "board.add_scalar('loss', 1, 1)"),
     "git": ("", "!git status", "!git status"),
     "a shell line": ("", "!true", "!true"),
     "a file that is removed": ("import os; open('gone', 'w').close()", "os.remove('gone')", "os.remove('gone')"),
     "a table": (
-        "import pandas as pd\ndf = pd.DataFrame({'a': [1]})", "df.to_csv('a.csv')", "df.to_csv('a.csv')",
+        "import pandas as pd\ndf = pd.DataFrame({'a': [1]})", "df.to_csv('a.csv', mode='a')", "df.to_csv('a.csv', mode='a')",
     ),
     "a log file": (
         "import logging\nlogger = logging.getLogger('cell')\nlogger.addHandler(logging.FileHandler('a.log'))",

@@ -1,0 +1,383 @@
+"""How many public training programs are healed, and how: ``benchmarks/public.py FOLDER [NAME ...] [--write]``.
+
+FOLDER holds one file ``NAME.py`` for each program: third-party code, which is not kept here. Its head tells
+``# source:`` where it is from, ``# adapted:`` what was changed, ``# causes:`` the rules that name the likeliest cause
+rightly, and ``# engineer:`` what one would change by hand. Then its cells, each below ``# %%``; modules that they
+import, below ``# %% module NAME.py``; the cell that trains is below ``# %% fails``.
+
+Each program runs in three Jupyter kernels, on the simulated device, with one thread:
+    * with memory to spare: what the training needs and how long it takes;
+    * with what was there before the training cell and 65 % of what that cell adds to it, under
+      ``%oomdoctor auto exact`` with all other settings as they are: whether the cell is healed, by what and in how many
+      attempts, and how long all of it takes, the failed run and the forecasts included;
+    * the changed program, with memory to spare: whether it leaves what the healed one left, bit for bit.
+Beside it stands how far that is from what the unchanged program leaves: the largest difference of a number, as a share
+of the largest of its tensor. Time goes on: a training that is told to last long is far apart by rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kernels import Kernel, Reply
+
+ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = Path(__file__).parent / "results" / "public.txt"
+CAP: Final = 0.65
+AMPLE: Final = 64 << 30
+HERE: Final = "__import__('public')"
+PARTS: Final = re.compile(r"^# %%(.*)\n", re.MULTILINE)
+TOLD: Final = re.compile(r"^# (source|adapted|causes|engineer): (.*)$", re.MULTILINE)
+GENERAL: Final = (
+    "micro_batch",
+    "checkpoint_blocks",
+    "chunked_forward",
+    "chunked_inference",
+    "chunked_loss",
+    "no_grad_eval",
+)
+"""Changes whose refusal is told of a program that is not healed."""
+WITHIN: Final = 1e-3
+"""Largest difference from what the unchanged program leaves that is counted as equal up to rounding."""
+
+
+@dataclass(kw_only=True)
+class Unit:
+    """One program. ``fails`` is the place of the cell that trains."""
+
+    name: str
+    source: str
+    adapted: str
+    causes: tuple[str, ...]
+    engineer: str
+    cells: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    fails: int = -1
+
+    @classmethod
+    def read(cls, path: Path) -> Unit:
+        """Return the program of a file."""
+        head, *parts = PARTS.split(path.read_text(encoding="utf-8"))
+        told = dict(TOLD.findall(head))
+        causes = tuple(one.strip() for one in told.pop("causes").split(","))
+        unit = cls(name=path.stem, causes=causes, **told)
+        for kind, text in zip(parts[::2], parts[1::2], strict=True):
+            word, _, name = kind.strip().partition(" ")
+            if word == "module":
+                unit.modules[name] = text
+                continue
+            if word == "fails":
+                unit.fails = len(unit.cells)
+            unit.cells.append(text.strip("\n"))
+        assert unit.fails >= 0, f"{path.name} has no cell that fails"
+        return unit
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What came of one program: sizes in bytes, times in seconds."""
+
+    unit: Unit
+    need: int = 0
+    held: int = 0
+    plain_s: float = 0.0
+    healed_s: float = 0.0
+    first_s: float = 0.0
+    outcome: str = ""
+    fix: str = ""
+    attempts: int = 0
+    checked: str = ""
+    cause: str = ""
+    is_as_changed: bool | None = None
+    apart: float | None = None
+    where: str = ""
+    offered: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_healed(self) -> bool:
+        """Whether the cell ran to its end with a change in place."""
+        return self.outcome == "healed"
+
+    @property
+    def names_cause(self) -> bool:
+        """Whether the first finding is what one would say."""
+        return self.cause in self.unit.causes
+
+    @property
+    def ratio(self) -> float:
+        """Time of the healed cell over that of the unchanged one, as it would be without the three seconds granted."""
+        return max(self.healed_s - 3.0, 0.0) / self.plain_s
+
+
+# In the kernel ----------------------------------------------------------------------------------------------------
+
+
+def simulate(size: int) -> None:
+    """Give the simulated device so much memory from here on."""
+    from IPython import get_ipython
+
+    from oomdoctor.allocator import virtual
+
+    virtual.switch_off()
+    get_ipython().run_line_magic("oomdoctor", f"simulate {size}")
+
+
+def sizes() -> tuple[int, int]:
+    """Return the allocated bytes and their peak on the simulated device."""
+    from oomdoctor.allocator import virtual
+
+    device = virtual.active()
+    assert device is not None
+    read = device.read()
+    return int(read.allocated), int(read.peak_allocated)  # type: ignore[arg-type]  # as any device simulated tells them
+
+
+def last() -> dict[str, Any]:
+    """Return what is told of the last failure."""
+    import oomdoctor
+
+    case = oomdoctor.last_case()
+    assert case is not None, "no failure was diagnosed"
+    chosen = [one for one in case.plan.candidates if one.label in case.outcome.fixes]
+    edits = [(edit.cell, edit.after, edit.file) for edit in getattr(chosen[0].patch if chosen else None, "edits", ())]
+    return {
+        "outcome": str(case.outcome.kind),
+        "state": str(case.outcome.state),
+        "why": case.outcome.why,
+        "fix": ", ".join(case.outcome.fixes),
+        "attempts": case.outcome.attempts,
+        "checked": case.outcome.checked,
+        "cause": case.findings[0].rule if case.findings else "",
+        "offered": [f"{one.label}: {one.effect.value}" for one in case.plan.candidates],
+        "refused": dict(case.plan.refusals),
+        "edits": edits,
+    }
+
+
+def save(path: str) -> None:
+    """Write down every leaf that the user's names and the modules of the working directory lead to."""
+    from IPython import get_ipython
+
+    from oomdoctor.allocator.virtual import uncounted
+    from oomdoctor.objects.leaves import Leaves, generators
+    from oomdoctor.objects.named import is_users
+
+    namespace = get_ipython().user_ns
+    with uncounted():
+        leaves, found = Leaves(namespace), dict(generators())
+        for name in sorted(filter(is_users, namespace)):
+            if name not in ("In", "Out", "exit", "quit", "get_ipython", "open"):
+                found.update(leaves.below(namespace[name], name))
+        Path(path).write_bytes(pickle.dumps(found))
+
+
+# Outside of it ----------------------------------------------------------------------------------------------------
+
+
+class Notebook:
+    """A program in a kernel of its own, in a folder of its own."""
+
+    def __init__(self, modules: dict[str, str], log: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="oomdoctor-public-")
+        self.folder, self._log = Path(self._folder.name), log.open("w", encoding="utf-8")
+        for name, text in modules.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        ours = ":".join(map(str, (ROOT, ROOT / "benchmarks")))
+        self.kernel = Kernel({"PYTHONPATH": ours, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"})
+        self.kernel.value(f"{HERE}.__name__")  # before the program's own modules, whose names may be those of ours
+        begin = f"__import__('os').chdir({str(self.folder)!r}), __import__('sys').path.insert(0, {str(self.folder)!r})"
+        self.kernel.value(f"[{begin}]")
+        self.run("%load_ext oomdoctor")
+
+    def run(self, text: str) -> tuple[Reply, float]:
+        """Run a cell; return the reply and its time in seconds."""
+        begun = time.monotonic()
+        reply = self.kernel.run(text, timeout=600)
+        took_s = time.monotonic() - begun
+        self._log.write(f"\n>>> {text}\n{reply.text}\n--- {reply.status}, {took_s:.2f} s\n")
+        self._log.flush()
+        return reply, took_s
+
+    def leaves(self) -> dict[str, Any]:
+        """Return what the user's names lead to."""
+        path = self.folder / "leaves.pickle"
+        self.kernel.value(f"{HERE}.save({str(path)!r})")
+        found: dict[str, Any] = pickle.loads(path.read_bytes())
+        return found
+
+    def stop(self) -> None:
+        """End the kernel."""
+        self.kernel.stop()
+        self._folder.cleanup()
+        self._log.close()
+
+
+@contextmanager
+def notebook(modules: dict[str, str], log: Path) -> Iterator[Notebook]:
+    one = Notebook(modules, log)
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def whole(unit: Unit, cells: list[str], modules: dict[str, str], log: Path) -> tuple[int, int, float, dict[str, Any]]:
+    """Run a program with memory to spare; return bytes before the training, their peak, its time and what is left."""
+    with notebook(modules, log) as one:
+        for at, cell in enumerate(cells):
+            if at == unit.fails:
+                one.kernel.value(f"{HERE}.simulate({AMPLE})")
+                held, _ = one.kernel.value(f"{HERE}.sizes()")
+            reply, took_s = one.run(cell)
+            assert reply.status == "ok", f"{unit.name}, cell {at + 1}: {reply.text[-800:]}"
+            if at == unit.fails:
+                plain_s, (_, peak) = took_s, one.kernel.value(f"{HERE}.sizes()")
+        return held, peak, plain_s, one.leaves()
+
+
+def measured(unit: Unit, logs: Path) -> Row:
+    """Run one program in its three kernels."""
+    row = Row(unit=unit)
+    row.held, row.need, row.plain_s, plain = whole(unit, unit.cells, unit.modules, logs / f"{unit.name}.plain")
+    size = row.held + int(CAP * (row.need - row.held))
+    with notebook(unit.modules, logs / f"{unit.name}.healed") as one:
+        one.run("%oomdoctor auto exact")
+        for at, cell in enumerate(unit.cells):
+            if at == unit.fails:
+                one.kernel.value(f"{HERE}.simulate({size})")
+            reply, took_s = one.run(cell)
+            if at == unit.fails:
+                row.healed_s, told = took_s, one.kernel.value(f"{HERE}.last()")
+                if told["outcome"] != "healed":
+                    break
+            assert reply.status == "ok", f"{unit.name}, cell {at + 1}: {reply.text[-800:]}"
+        left = one.leaves()
+    edits = told.pop("edits")
+    row.outcome = told.pop("outcome") if told["state"] != "unverified" else f"{told.pop('outcome')}, unverified"
+    row.where = told.pop("why") if not row.is_healed else ""
+    for name in ("fix", "attempts", "checked", "cause", "offered", "refused"):
+        setattr(row, name, told[name])
+    if row.is_healed:
+        cells, modules = list(unit.cells), dict(unit.modules)
+        for number, after, file in edits:
+            if file is None:
+                cells[number - 3] = after
+            else:
+                modules[_module_of(file, modules)] = after
+        _, _, _, changed = whole(unit, cells, modules, logs / f"{unit.name}.changed")
+        row.is_as_changed, row.where = _same(left, changed)
+        row.apart = _apart(left, plain)
+    return row
+
+
+def _module_of(file: str, modules: dict[str, str]) -> str:
+    return max((name for name in modules if file.endswith(name)), key=len)
+
+
+def _same(left: dict[str, Any], changed: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether two programs leave the same bit for bit, and the first few paths that differ."""
+    common = [path for path in changed if path in left]
+    unlike = [path for path in common if changed[path].exact != left[path].exact and not _is_clock(path)]
+    missing = [path for path in changed if path not in left]
+    return not unlike and not missing, ", ".join([*unlike, *missing][:4])
+
+
+def _apart(left: dict[str, Any], plain: dict[str, Any]) -> float:
+    """Return the largest difference of the numbers of tensors, each as a share of the largest in it."""
+    from oomdoctor.trial.differences import rounding
+
+    tensors = {path: leaf for path, leaf in plain.items() if leaf.is_tensor}
+    return rounding(tensors, left)[0]
+
+
+def _is_clock(path: str) -> bool:
+    return re.search(r"time|start|begin|elapsed|\bt0\b|\btic\b", path) is not None
+
+
+def told(row: Row) -> Iterator[str]:
+    """Yield the lines of one program."""
+    mib = 1 << 20
+    unit = row.unit
+    state = {None: "", True: "as the changed program, bit for bit", False: f"DIFFERS in {row.where}"}[row.is_as_changed]
+    yield f"{unit.name}: {row.outcome}" + (f" by {row.fix}" if row.fix else "")
+    yield f"  source    {unit.source}"
+    yield f"  adapted   {unit.adapted}"
+    yield f"  memory    {row.held / mib:.1f} MiB before, {row.need / mib:.1f} MiB needed"
+    yield (
+        f"  time      {row.plain_s:.1f} s with memory to spare, {row.healed_s:.1f} s healed; "
+        f"without 3 s, x{row.ratio:.2f}; {row.attempts} attempts"
+    )
+    yield f"  cause     {row.cause or 'none'}{'' if row.names_cause else ', NOT of ' + ', '.join(unit.causes)}"
+    if row.is_healed:
+        yield f"  state     {state}; {row.apart:.1g} of the largest value from the unchanged program"
+        yield f"  tried     {row.checked}"
+    else:
+        yield f"  why       {row.where}"
+        yield f"  engineer  {unit.engineer}"
+        yield from (f"  offered   {one}" for one in row.offered[:4])
+        yield from (f"  refused   {fix}: {why}" for fix, why in row.refused.items() if fix in GENERAL)
+
+
+def summary(rows: list[Row]) -> Iterator[str]:
+    """Yield what is told of all programs."""
+    healed = [row for row in rows if row.is_healed]
+    yield f"{len(healed)} of {len(rows)} healed ({len(healed) / len(rows):.0%})"
+    wrong = [row.unit.name for row in healed if not row.is_as_changed]
+    yield f"not as the changed program: {', '.join(wrong) or 'none'}"
+    far = [row.unit.name for row in healed if (row.apart or 0.0) > WITHIN]
+    yield f"further than {WITHIN:g} from the unchanged program: {', '.join(far) or 'none'}"
+    right = sum(row.names_cause for row in rows)
+    yield f"likeliest cause first in {right} of {len(rows)} ({right / len(rows):.0%})"
+    if healed:
+        ratios = sorted(row.ratio for row in healed)
+        yield f"time of the healed cell, three seconds less: median x{statistics.median(ratios):.2f}"
+        attempts = Counter(row.attempts for row in healed)
+        yield "attempts: " + ", ".join(f"{count} with {attempt}" for attempt, count in sorted(attempts.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", help="of programs; all by default")
+    parser.add_argument("--logs", type=Path, help="folder for what the kernels put out")
+    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.name}")
+    asked = parser.parse_args()
+    logs = asked.logs or Path(tempfile.mkdtemp(prefix="oomdoctor-public-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    paths = [asked.folder / f"{name}.py" for name in asked.names] or sorted(asked.folder.glob("*.py"))
+    rows, lines = [], []
+    for path in paths:
+        try:
+            rows.append(measured(Unit.read(path), logs))
+        except Exception as error:  # noqa: BLE001  border to programs of others
+            print(f"{path.stem}: NOT MEASURED: {type(error).__name__}: {error}", flush=True)
+            continue
+        lines += ["", *told(rows[-1])]
+        print(*told(rows[-1]), sep="\n", flush=True)
+    if rows:
+        lines = [*summary(rows), *lines]
+        print("", *summary(rows), sep="\n")
+    if asked.write:
+        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
