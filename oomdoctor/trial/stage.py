@@ -20,6 +20,7 @@ import logging
 import os
 import pickle
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -146,6 +147,7 @@ class Stage:
         parameters: those that are alive when a run begins.
         lines: of the files that the user's functions with loops stand in.
         copies: of what lies on a device, where the program uses one: it is tried in host memory.
+        begun_ns: what the clocks of the runs begin with.
         in_loop: whether cells run within an event loop, as those of a kernel do.
     """
 
@@ -156,6 +158,7 @@ class Stage:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     lines: set[str] = field(default_factory=set)
     copies: HostCopies | None = None
+    begun_ns: int = field(default_factory=time.time_ns)
     in_loop: bool = False
 
     @classmethod

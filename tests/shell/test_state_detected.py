@@ -42,7 +42,7 @@ KINDS: Final = {
     "a shell line": ("", "!true", "!true"),
     "a file that is removed": ("import os; open('gone', 'w').close()", "os.remove('gone')", "os.remove('gone')"),
     "a table": (
-        "import pandas as pd\ndf = pd.DataFrame({'a': [1]})", "df.to_csv('a.csv', mode='a')", "df.to_csv('a.csv', mode='a')",
+        "import pandas as pd\ndf = pd.DataFrame({'a': [1]})", "df.to_csv('a.csv', mode='a')", "df.to_csv(",
     ),
     "a log file": (
         "import logging\nlogger = logging.getLogger('cell')\nlogger.addHandler(logging.FileHandler('a.log'))",

@@ -95,6 +95,18 @@ def test_what_is_another_in_each_run_is_not_compared(tmp_path: Path) -> None:
     assert tried(cells, tmp_path).same is True
 
 
+def test_a_change_that_takes_longer_prints_the_same_times(tmp_path: Path) -> None:
+    setup = "import time, torch\nfrom time import perf_counter\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
+    before = "began = perf_counter()\nmodel(x).sum().backward()\nprint(f'{perf_counter() - began:.5f} s')\n"
+    after = before.replace("model(x)", "[model(x) for _ in range(100)][0]")
+    slow = after.replace("print", "time.sleep(60)\nprint")
+    for changed in (after, slow):
+        trial = tried({"setup": [setup], "before": [before], "after": [changed]}, tmp_path, effect=Effect.EXACT)
+        assert trial.same is True, trial
+    counted = after.replace("model(x) for", "(perf_counter(), model(x))[1] for")
+    assert tried({"setup": [setup], "before": [before], "after": [counted]}, tmp_path, effect=Effect.EXACT).same is True
+
+
 def test_a_run_that_fails_before_it_trains_tells_nothing(tmp_path: Path) -> None:
     setup = "import torch\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
     before = "assert model(x).isnan().all()\nmodel(x).square().mean().backward()\n"
