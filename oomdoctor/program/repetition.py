@@ -343,10 +343,8 @@ def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, 
 
 
 def _is_unseen(node: ast.AST, names: _Names) -> TypeGuard[ast.stmt]:
-    """Whether it writes past autograd to a tensor of which no copy is kept, or gives one the memory of another."""
-    targets = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
-    exchanges = not isinstance(node, ast.AugAssign) and any(targets)
-    return isinstance(node, ast.stmt) and _writes_past_autograd(node) and (exchanges or not names.is_kept)
+    """Whether it writes past autograd to a tensor of which no copy is kept."""
+    return isinstance(node, ast.stmt) and not names.is_kept and _writes_past_autograd(node)
 
 
 def _writes_past_autograd(node: ast.AST) -> bool:

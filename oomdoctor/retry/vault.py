@@ -3,7 +3,8 @@
 A watched tensor costs a weak reference and its version counter. Its contents are copied when ``keep`` is called, by
 the hooks that run before the first forward and the first optimizer step. What was written in place before it was
 kept shows in the version counter or the data pointer and is told as lost. Writes through ``tensor.data`` move
-neither: where the text of a cell has one, all is kept before the cell begins.
+neither: where the text of a cell has one, all is kept before the cell begins. A tensor that was given other memory,
+``tensor.data = other``, gets memory of its own again, which nothing may have shared with it before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Watched:
 
     __slots__ = (
         *("aside", "bare", "copy", "device", "dtype", "hooks", "label", "pointer", "ref", "requires_grad"),
-        *("uncopied", "version"),
+        *("shared", "uncopied", "version"),
     )
 
     def __init__(self, tensor: torch.Tensor, label: str) -> None:
@@ -49,12 +50,16 @@ class Watched:
         self.hooks = frozenset(number for hooks in _hooks(tensor) for number in hooks)
         self.bare = not plain_dict(tensor)
         self.copy: torch.Tensor | None = None
-        self.uncopied = self.aside = False
+        self.uncopied = self.aside = self.shared = False
 
     def unchanged(self, tensor: torch.Tensor) -> bool:
         """Return whether nothing was written: neither counter nor pointer moved, or all of it to another device."""
         version, pointer = _stamp(tensor)
         return version == self.version and (pointer == self.pointer or self.has_moved(tensor))
+
+    def was_exchanged(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor has other memory on its device than when it was copied."""
+        return self.copy is not None and tensor.device == self.device and _stamp(tensor)[1] != self.pointer
 
     def has_moved(self, tensor: torch.Tensor) -> bool:
         """Return whether the contents are on another device, as ``Module.to`` takes them there."""
@@ -205,7 +210,7 @@ class TensorVault:
         except (MemoryError, RuntimeError, NotImplementedError) as exc:
             self.full = f"a copy in host memory failed ({type(exc).__name__})"
             return
-        watched.uncopied = False
+        watched.uncopied, watched.shared = False, not _is_alone(tensor)
         self.kept_bytes += size
 
     def give_up(self) -> str:
@@ -223,6 +228,8 @@ class TensorVault:
                 continue
             if watched.copy is None and (watched.uncopied or not watched.unchanged(tensor)):
                 yield f"`{watched.label}` was written in place and no copy was kept{why}"
+            if watched.shared and watched.was_exchanged(tensor):
+                yield f"`{watched.label}` was given other memory, and another tensor may share what it had"
             if watched.hooks and watched.hooks - {number for hooks in _hooks(tensor) for number in hooks}:
                 yield f"a hook of `{watched.label}` was removed by the cell, and cannot be put back"
         for _, gradient in self._gradients:
@@ -301,7 +308,7 @@ def _restore(watched: Watched) -> None:
         watched.unchanged(tensor) and not watched.has_moved(tensor) and _is_equal(tensor, watched.copy)
     ):
         with torch.inference_mode() if tensor.is_inference() else nullcontext():
-            _write(tensor, watched.copy, watched.device)
+            _write(tensor, watched.copy, watched.device, is_apart=watched.was_exchanged(tensor))
         if not tensor.is_inference():
             _set_version(tensor, watched.version)
         watched.pointer = _stamp(tensor)[1]
@@ -358,12 +365,13 @@ _OWN_USES = 2
 """Of a storage that one tensor has: the tensor's, and that of the object which Python sees."""
 
 
-def _write(tensor: torch.Tensor, copy: Any, device: torch.device) -> None:
+def _write(tensor: torch.Tensor, copy: Any, device: torch.device, *, is_apart: bool) -> None:
+    """Give a tensor the contents of its copy, in memory of its own where it ``is_apart`` from what it had."""
     same = tensor.shape == copy.shape and tensor.dtype == copy.dtype and tensor.layout == copy.layout
-    if same and tensor.device == device:
+    if same and tensor.device == device and not is_apart:
         tensor.copy_(copy)
     else:  # the cell pointed it at other storage: another dtype, another shape, another device
-        tensor.data = copy.to(device)
+        tensor.data = copy.to(device, copy=True)
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

@@ -325,6 +325,42 @@ def test_the_snapshot_keeps_nothing_heavy_alive() -> None:
     assert transaction.losses() == ()
 
 
+AVERAGED = """
+for mean, new in zip(average.parameters(), model.parameters()):
+    mean.data = mean.data * 0.9 + new.data * 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    "cell", [AVERAGED, "w.data = v", "w.data = v.data; w.data.add_(1); v.mul_(2)", "w.data = w.data[:2]"]
+)
+def test_memory_that_tensors_were_given_in_exchange_is_taken_from_them(cell: str) -> None:
+    made = "model, average = nn.Linear(3, 2), nn.Linear(3, 2)\nw, v = nn.Parameter(torch.zeros(4)), torch.ones(4)"
+    namespace: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(made, namespace)
+    tensors = [namespace["w"], namespace["v"], *namespace["average"].parameters()]
+    before, identities = [one.detach().clone() for one in tensors], [id(one) for one in tensors]
+    transaction = Transaction(namespace, cell, lambda: 1 << 20)
+    transaction.keep_all()
+    for _ in range(2):
+        run(cell, namespace, transaction)
+        assert transaction.losses() == ()
+        transaction.restore()
+        found = [namespace["w"], namespace["v"], *namespace["average"].parameters()]
+        assert all(map(torch.equal, found, before))
+        assert [id(one) for one in found] == identities
+    assert namespace["w"].data_ptr() != namespace["v"].data_ptr()
+
+
+def test_memory_that_another_tensor_shares_is_told_when_it_was_exchanged() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "w": torch.zeros(4)}
+    namespace["view"] = namespace["w"][:2]
+    transaction = Transaction(namespace, "w.data = torch.ones(4)", lambda: 1 << 20)
+    transaction.keep_all()
+    run("w.data = torch.ones(4)", namespace, transaction)
+    assert "given other memory" in " ".join(transaction.losses())
+
+
 def test_a_graph_of_an_earlier_cell_stays_usable_after_a_restore() -> None:
     namespace = program()
     exec("output = model(x).sum()", namespace)
@@ -487,7 +523,7 @@ def test_what_the_last_restore_could_not_bring_back_is_told(monkeypatch: pytest.
     with transaction.armed():
         optimizer.step()
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("oomdoctor.retry.vault._write", refuse)
