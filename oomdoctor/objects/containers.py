@@ -11,11 +11,14 @@ still stands where it stood, and made anew where it does not.
 
 from __future__ import annotations
 
+import inspect
 import operator
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, Final
+from types import FrameType, FunctionType, GeneratorType
+from typing import Any, Final, cast
 from weakref import ref
 
 from oomdoctor.objects.kinds import Kind, kind_of, module_of
@@ -167,6 +170,62 @@ def weak(value: Any) -> Any:
         return value
 
 
+class Unbegun:
+    """A generator that has not begun: it can be made anew from its code and its arguments.
+
+    Where it was advanced, the containers and objects that held it are given another one; so nothing else may hold it.
+
+    Attributes:
+        arguments: of its function, held in their turn. uses: how often it was met.
+    """
+
+    __slots__ = ("_code", "_globals", "_ident", "_name", "_others", "_weak", "arguments", "path", "uses")
+
+    def __init__(self, generator: GeneratorType[Any, Any, Any], path: str) -> None:
+        self._weak, self._ident, self.path, self.uses = Weak(generator), id(generator), path, 1
+        self._code, self._globals = generator.gi_code, cast("FrameType", generator.gi_frame).f_globals
+        self._name, self._others = generator.__name__, 0
+        self.arguments: dict[str, Any] = {}
+
+    def count(self) -> None:
+        """Note, when all was looked at, how many references there are that were not met."""
+        self._others = sys.getrefcount(self.get()) - self.uses - 1
+
+    def get(self) -> Any:
+        """Return the generator that stands for it now, ``GONE`` if it died."""
+        return self._weak.get()
+
+    def revive(self, memo: dict[int, Any] | None) -> Any:
+        """Return it as it was, made anew if it has begun; ``memo`` has what was brought back so far."""
+        value = self.get()
+        if memo is None or is_unbegun(value):
+            return value
+        if -self._ident not in memo:
+            given = {name: revive(held, None, memo) for name, held in self.arguments.items()}
+            if any(one is GONE for one in given.values()):
+                return GONE
+            plain = [given.pop(name) for name in self._code.co_varnames[: self._code.co_argcount]]
+            memo[-self._ident] = FunctionType(self._code, self._globals, self._name)(*plain, **given)
+        made = memo[-self._ident]
+        self._weak, self._ident = Weak(made), id(made)
+        memo[-self._ident] = made
+        return made
+
+    def lost(self) -> Iterator[str]:
+        """Yield why it cannot be made anew."""
+        if self._others and not is_unbegun(self.get()):
+            yield f"`{self.path}` is a generator that the cell has advanced, and that something unseen holds as well"
+
+
+def is_unbegun(value: Any) -> bool:
+    """Return whether it is a generator that has not begun, of a function that can be called again as it was."""
+    if type(value) is not GeneratorType or inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+        return False
+    code = value.gi_code
+    is_plain = not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) and not code.co_freevars
+    return is_plain and not code.co_cellvars
+
+
 LIGHT_BYTES: Final = 64 << 10
 """Contents of so many bytes are copied before every cell."""
 
@@ -179,7 +238,7 @@ def is_small_array(value: Any) -> bool:
 
 def living(held: Any) -> Any:
     """Return the value that is held weakly or as it is, ``GONE`` if it died."""
-    return held.get() if type(held) is Weak else held
+    return held.get() if type(held) is Weak or type(held) is Unbegun else held
 
 
 class Recipe:
@@ -217,7 +276,8 @@ class Recipe:
     def is_heavy(self) -> bool:
         """Whether holding the container would keep something heavy alive."""
         return any(
-            type(held) is Weak or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
+            type(held) in (Weak, Unbegun)
+            or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
             for held in chain(self.keys, self.values)
         )
 
@@ -242,6 +302,8 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
     """
     if type(held) is Weak:
         return held.get()
+    if type(held) is Unbegun:
+        return held.revive(memo)
     if type(held) is not Recipe:
         return held
     target = held.standing()

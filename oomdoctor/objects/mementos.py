@@ -181,6 +181,37 @@ class Reached(Memento):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
 
 
+BY_POSITION: Final = frozenset(map(type, (iter([]), iter(()), iter(""), iter(bytearray()))))
+"""Iterators that go through what can be looked up, and know where they are."""
+
+
+class Position(Memento):
+    """Where an iterator stands in what it goes through."""
+
+    __slots__ = ("_held", "_state")
+
+    def __init__(self, iterator: Any, held: Any, path: str) -> None:
+        self._held, self.path, self._state = held, path, _position(iterator)
+
+    def restore(self, memo: dict[int, Any]) -> None:
+        """Go back to it."""
+        iterator = living(self._held)
+        if iterator is not GONE and self._state is not None and _position(iterator) not in (None, self._state):
+            iterator.__setstate__(self._state)
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence if it has come to its end, where it lets go of what it went through."""
+        iterator = living(self._held)
+        if iterator is not GONE and self._state is not None and _position(iterator) is None:
+            yield f"`{self.path}` {ADVANCES}"
+
+
+def _position(iterator: Any) -> Any:
+    """Return the position, None of an iterator that has come to its end."""
+    _, *told = iterator.__reduce__()
+    return told[1] if len(told) > 1 else None
+
+
 class Variable(Memento):
     """The value of a context variable."""
 

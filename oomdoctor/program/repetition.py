@@ -124,6 +124,7 @@ class _Names:
     ) -> None:
         self.iterators, self.is_kept, self._live = iterators, is_kept, homes
         self.methods = {scope.tail for scope in program.scopes if scope.owner}
+        self.own_modules = program.aliases
         self.handles = set(_opened(program.running))
         self.bound: set[str] = set()
         self._homes: dict[str, list[str]] = {}
@@ -303,7 +304,7 @@ def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
 
 def _is_listed(call: ast.Call, names: _Names) -> bool:
     written = call_name(call) or ast.unparse(call.func)
-    if written.rpartition(".")[2] in names.methods:  # what the method of the user's does is looked at itself
+    if _is_users_own(written, names):  # what it does is looked at itself
         return False
     is_own = any(isinstance(one, ast.Name) and one.id in names.handles for one in call.args[1:2])
     return any(
@@ -317,10 +318,15 @@ def _is_listed(call: ast.Call, names: _Names) -> bool:
     )
 
 
+def _is_users_own(written: str, names: _Names) -> bool:
+    """Return whether what is called is a method that the program defines, or a function of a module of its own."""
+    return written.rpartition(".")[2] in names.methods or written.partition(".")[0] in names.own_modules
+
+
 def _rewrites(call: ast.Call, names: _Names) -> bool:
     """Return whether a call writes a file as a whole, in the place of one that is there."""
     written = call_name(call) or ast.unparse(call.func)
-    return written.rpartition(".")[2] not in names.methods and any(
+    return not _is_users_own(written, names) and any(
         (_REWRITING.match(name) and "a" not in _mode(call, name))
         or (_writes(call, name, anew=True) and (name == written or names.is_function(name)))
         for name in names.of(written)

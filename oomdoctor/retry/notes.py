@@ -8,11 +8,27 @@ from functools import partial
 from gc import get_referents
 from logging import Logger
 from threading import Condition
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
-from oomdoctor.objects.containers import LIGHT_TYPES, PLAIN_CONTAINERS, Recipe, attribute_path, is_light, is_small_array
+from oomdoctor.objects.containers import (
+    LIGHT_TYPES,
+    PLAIN_CONTAINERS,
+    Recipe,
+    attribute_path,
+    is_light,
+    is_small_array,
+    is_unbegun,
+)
 from oomdoctor.objects.copies import LONG, Contents, Long
 from oomdoctor.objects.kinds import (
     Kind,
@@ -27,6 +43,7 @@ from oomdoctor.objects.kinds import (
 )
 from oomdoctor.objects.mementos import (
     ADVANCES,
+    BY_POSITION,
     CLOSED,
     LOCKED,
     WRITTEN,
@@ -35,6 +52,7 @@ from oomdoctor.objects.mementos import (
     Foreign,
     Frame,
     Parts,
+    Position,
     Reached,
     Variable,
     is_cached,
@@ -83,6 +101,7 @@ _OUTWARD: Final = frozenset(
     }
 )
 """Objects of other libraries with which a cell reaches beyond the process, or that advance."""
+_OF_LOADER: Final = ("torch.utils.data.dataloader", "_SingleProcessDataLoaderIter")
 _STILL: Final = LIGHT_TYPES | {CodeType}
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -97,7 +116,7 @@ def note(shape: Shape, value: Any, path: str, kind: Kind, held: Any, depth: int)
         shape.add(Stream(value, path))
         _note_own(shape, value, path, kind, held, depth)
     elif kind is Kind.ITERATOR:
-        shape.add(Reached(held, path, ADVANCES))
+        recipe = _note_iterator(shape, value, path, held, depth)
     elif kind is Kind.ARRAY:
         _note_array(shape, value, path, held, depth)
         _note_own(shape, value, path, kind, held, depth)
@@ -210,6 +229,24 @@ def note_class(shape: Shape, cls: type, path: str, depth: int) -> None:
             recipe.values.append(item if kind_of(type(item)) is Kind.CALLABLE else held)
 
 
+def _note_iterator(shape: Shape, value: Any, path: str, held: Any, depth: int) -> Recipe | None:
+    """Note what advances: by its position, by the iterators that it goes through, or by its attributes."""
+    cls = type(value)
+    is_torchs = (module_of(cls), name_of(cls)) == _OF_LOADER
+    if cls is GeneratorType and value.gi_frame is None:  # it has ended
+        return None
+    if not is_installed(module_of(cls)) or (is_torchs and is_unbegun((plain_dict(value) or {}).get("_sampler_iter"))):
+        return _note_attributes(shape, value, path, Kind.ITERATOR, held, depth)
+    if cls in (filter, map, zip):
+        for at, inner in enumerate(value.__reduce__()[1]):
+            shape.hold(inner, f"{path}[{at}]", depth - 1)
+    elif cls in BY_POSITION:
+        shape.add(Position(value, held, path))
+    else:
+        shape.add(Reached(held, path, ADVANCES))
+    return None
+
+
 def _note_array(shape: Shape, array: Any, path: str, held: Any, depth: int) -> None:
     if array.dtype.kind == "O" and array.size > LONG:
         shape.add(Long(array, path, shape.allowance))
@@ -289,7 +326,7 @@ def _note_function(shape: Shape, value: Any, path: str, held: Any, depth: int) -
     # Not its ``__module__``: a library's wrapper bears the name of what it wraps.
     home = value.__globals__.get("__name__")
     if not is_installed(home):
-        shape.mention_code(value)
+        shape.mention_code(value.__code__, value.__globals__)
         shape.note_globals(value.__globals__, str(home), depth)
 
 

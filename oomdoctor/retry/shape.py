@@ -22,18 +22,21 @@ from oomdoctor.objects.containers import (
     REFILLED,
     Light,
     Recipe,
+    Unbegun,
     attribute_path,
     builtin_of,
     is_light,
     is_small_array,
+    is_unbegun,
     items_of,
     length_of,
     weak,
 )
 from oomdoctor.objects.copies import LONG, Allowance, Long
+from oomdoctor.objects.frames import locals_of
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
-from oomdoctor.objects.named import is_users
+from oomdoctor.objects.named import is_installed, is_users
 from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
 from oomdoctor.retry.notes import (
     BOUND,
@@ -98,6 +101,7 @@ class Shape:
         self.light = Light()
         self.codes: list[tuple[CodeType, dict[str, Any]]] = []
         self.unknown: list[str] = []
+        self.unbegun: list[Unbegun] = []
         self.allowance = Allowance(lambda path: _may_write(source, path))
         self.bindings: dict[str, Any] = {}
         self.names = list(namespace)
@@ -108,6 +112,8 @@ class Shape:
             self._note_own_module(module, source)
         self._note_mentioned()
         self.is_whole = len(self.known) <= MOST_OBJECTS
+        for generator in self.unbegun:
+            generator.count()
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
         del self.known, self.vault, self.allowance, self.add, self._namespace, self._mentioned
         _alive.add(self)
@@ -124,11 +130,11 @@ class Shape:
         else:
             self._mentioned |= names
 
-    def mention_code(self, function: FunctionType) -> None:
-        """Have the names looked at that a function mentions."""
-        self.codes.append((function.__code__, function.__globals__))
-        names = names_of(function.__code__).mentioned
-        if names is EVERYTHING or function.__globals__ is self._namespace:
+    def mention_code(self, code: CodeType, home: dict[str, Any]) -> None:
+        """Have the names looked at that the code of a function mentions, whose globals are ``home``."""
+        self.codes.append((code, home))
+        names = names_of(code).mentioned
+        if names is EVERYTHING or home is self._namespace:
             self.mention(names)
 
     def _note_mentioned(self) -> None:
@@ -172,7 +178,10 @@ class Shape:
         if type(value) in LIGHT_TYPES:
             return value
         if id(value) in self.known:
-            return self.known[id(value)]
+            known = self.known[id(value)]
+            if type(known) is Unbegun:
+                known.uses += 1
+            return known
         if type(value) is tuple and LIGHT_TYPES.issuperset(map(type, value)):
             return value
         kind = kind_of(type(value))
@@ -189,6 +198,8 @@ class Shape:
         if type(value) in PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
             self.light.add(value)
             return value
+        if is_unbegun(value):
+            return self._hold_generator(value, path, depth)
         if kind is Kind.TENSOR:
             held: Any = self._hold_tensor(value, path)
             self.known[id(value)] = held
@@ -248,6 +259,15 @@ class Shape:
         if tensor.is_leaf and tensor.requires_grad:
             self.vault().watch_gradient(tensor, path)
         return tensor if light else weak(tensor)
+
+    def _hold_generator(self, value: Any, path: str, depth: int) -> Any:
+        held = self.known[id(value)] = Unbegun(value, path)
+        self.unbegun.append(held)
+        for name, item in locals_of(value.gi_frame).items():
+            held.arguments[name] = self.hold(item, f"{path}.{name}", depth - 1)
+        if not is_installed(value.gi_frame.f_globals.get("__name__")):
+            self.mention_code(value.gi_code, value.gi_frame.f_globals)
+        return held
 
     def _hold_container(self, value: Any, path: str, kind: Kind, depth: int) -> Any:
         recipe = self.known[id(value)] = Recipe(value, path)

@@ -241,6 +241,8 @@ class Snapshot:
                     yield f"`{label}` may have been written to by a batch_norm, which leaves no trace"
         yield from self._shape.light.lost()
         yield from self._shape.unknown
+        for generator in self._shape.unbegun:
+            yield from generator.lost()
         for memento in self._shape.mementos:
             yield from memento.lost(reach)
         yield from self._patches.lost()

@@ -325,6 +325,74 @@ def test_the_snapshot_keeps_nothing_heavy_alive() -> None:
     assert transaction.losses() == ()
 
 
+ITERATORS = {
+    "an endless loader of an object": """
+def cycle(loader):
+    while True:
+        yield from loader
+class Trainer:
+    def __init__(self):
+        self.batches = cycle(loader)
+trainer = Trainer()
+seen = trainer.batches""",
+    "the iterator of a loader": "seen = iter(loader)",
+    "a class of the notebook's": """
+class Batches:
+    def __init__(self):
+        self.at, self.loader = 0, iter(loader)
+    def __iter__(self):
+        return self
+    def __next__(self):
+        self.at += 1
+        return self.at, next(self.loader)
+seen = Batches()""",
+    "the iterator of a list": "seen = iter([1, 2, 3, 4, 5, 6])",
+    "a filter of it": "seen = filter(None, zip(iter([1, 0, 3, 4]), iter((1, 2, 3, 4))))",
+    "a generator with arguments": """
+def steps(first, *, by):
+    while True:
+        yield first
+        first += by
+seen = steps(1, by=2)""",
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_an_iterator_that_had_not_begun_begins_again(kind: str) -> None:
+    data = "loader = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, shuffle=True)"
+    cell = ("trainer; " if "trainer" in ITERATORS[kind] else "") + "taken = [str(next(seen)) for _ in range(2)]"
+    namespace: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec(f"{data}{chr(10)}{ITERATORS[kind]}", namespace)
+    transaction, found = Transaction(namespace, cell, lambda: 1 << 20), []
+    for _ in range(3):
+        run(cell, namespace, transaction)
+        found.append(namespace["taken"])
+        assert transaction.losses() == ()
+        transaction.restore()
+    assert found[0] == found[1] == found[2]
+    if "trainer" in namespace:
+        assert namespace["trainer"].batches is namespace["seen"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "def count():\n    yield from range(9)\nseen = count(); next(seen)",
+        "def count():\n    yield from range(9)\nseen = count(); other = enumerate(seen)",
+        "def make(by):\n    def count():\n        yield from range(by)\n    return count()\nseen = make(9)",
+        "seen = iter(torch.utils.data.DataLoader(torch.arange(12.0), shuffle=True)); next(seen)",
+        "seen = iter([1, 2])",
+    ],
+)
+def test_an_iterator_that_cannot_begin_again_is_told(setup: str) -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(setup, namespace)
+    cell = "next(seen); list(seen)"
+    transaction = Transaction(namespace, cell, lambda: 1 << 20)
+    run(cell, namespace, transaction)
+    assert "advanced" in " ".join(transaction.losses())
+
+
 AVERAGED = """
 for mean, new in zip(average.parameters(), model.parameters()):
     mean.data = mean.data * 0.9 + new.data * 0.1
