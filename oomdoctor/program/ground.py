@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, TypeGuard
 
+from oomdoctor.model.session import Standing
 from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.definitions import Program, Scope, is_gradless
@@ -142,14 +143,14 @@ def unreached(
     program: Program,
     line: int | None,
     running: Collection[tuple[int, int]],
-    unbound: Mapping[tuple[int, int], Collection[str]],
+    standing: Mapping[tuple[int, int], Standing],
 ) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
     Args:
         line: of the failing cell; None where it is not known, so that all of it may have run.
         running: ``(cell, line)`` of all that was running.
-        unbound: names of each of these places that were not bound there.
+        standing: where each of these stood.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or _is_hidden(program, line):
@@ -160,11 +161,12 @@ def unreached(
     if len(ran[top]) > 1:
         return frozenset()  # an error that was caught and raised again has two lines
     lines = {scope: min(ran[scope]) for scope in program.running if len(ran.get(scope, ())) == 1}
-    unmade = {scope: _never_bound(scope, unbound.get((scope.cell, at), ())) for scope, at in lines.items()}
+    stood = {scope: standing[scope.cell, at] for scope, at in lines.items() if (scope.cell, at) in standing}
+    unmade = {one: _never_bound(one, stood[one].unbound if one in stood else ()) for one in lines}
     while True:
         rest = (one for scope, at in lines.items() for one in _behind(scope.body, at, unmade[scope]))
         behind = {id(node) for one in rest for node in ast.walk(one)}
-        callers = _callers(program, top, behind)
+        callers = _callers(program, top, behind, {scope: one.own for scope, one in stood.items()})
         many = [one for one in lines if one is not top and not _is_called_once(callers.get(one, []), lines, unmade)]
         if not many:
             break
@@ -261,8 +263,14 @@ def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
-def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[Scope]]:
-    """Return the functions that are named in what may have run, each with the scope of each place."""
+def _callers(
+    program: Program, top: Scope, behind: Collection[int], own: Mapping[Scope, Mapping[str, frozenset[str]]]
+) -> dict[Scope, list[Scope]]:
+    """Return the functions that are named in what may have run, each with the scope of each place.
+
+    Args:
+        own: what the objects that are named in the scopes which are running do not have from a library.
+    """
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
@@ -272,16 +280,22 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
     while waiting:
         scope = waiting.pop()
         for node in _nodes(scope.body, behind):
-            for one in named.get(_named(node, program), []):
+            for one in named.get(_named(node, program, own.get(scope, {})), []):
                 if one not in found:
                     waiting.append(one)
                 found.setdefault(one, []).append(scope)
     return found
 
 
-def _named(node: ast.AST, program: Program) -> str:
-    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself."""
+def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -> str:
+    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself.
+
+    Nothing where the method is seen to be a library's.
+    """
     if isinstance(node, ast.Attribute):
+        base = call_name(node.value)
+        if base in own and node.attr not in own[base]:
+            return ""
         is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
         return node.attr if is_of_module else f".{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from observed import facts
 
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cell, Cells, Standing
+from oomdoctor.objects.frames import own_names
 
 MAIN = """def main():
     for epoch in range(2):
@@ -91,7 +93,32 @@ def test_what_a_function_has_not_bound_tells_of_its_loops() -> None:
     fit = "def fit():\n    for x in y:\n        step()\n        n = 1\n        os.remove(a)\n"
     cells = Cells(history=(Cell(number=1, source=f"{fit}def step():\n    train()\nfit()"),))
     running = [(1, 8), (1, 3), (1, 7)]
-    first = facts(cells, {}, line=8, running=running, unbound={(1, 3): {"n"}, (1, 7): set()})
-    later = facts(cells, {}, line=8, running=running, unbound={(1, 3): set(), (1, 7): set()})
+
+    def stood(unbound: set[str]) -> dict[tuple[int, int], Standing]:
+        return {(1, 3): Standing(frozenset(unbound), {}), (1, 7): Standing(frozenset(), {})}
+
+    first = facts(cells, {}, line=8, running=running, standing=stood({"n"}))
+    later = facts(cells, {}, line=8, running=running, standing=stood(set()))
     assert (first.not_repeatable, len(first.not_reached)) == ((), 1)
     assert (len(later.not_repeatable), later.not_reached) == (1, ())
+
+
+def test_a_method_of_a_librarys_object_is_not_the_programs_own_of_that_name() -> None:
+    source = """class Trainer:
+    def train(self):
+        self.model.train()
+        loss = fit()
+        os.remove(a)
+def fit():
+    failing()
+trainer.train()"""
+    cells, running = Cells(history=(Cell(number=1, source=source),)), [(1, 8), (1, 4), (1, 7)]
+
+    def ahead(**own: frozenset[str]) -> int:
+        stood = {
+            (1, 4): Standing(frozenset({"loss"}), {f"self.{name}": names for name, names in own.items()}),
+            (1, 7): Standing(frozenset(), {}),
+        }
+        return len(facts(cells, {}, line=8, running=running, standing=stood).not_reached)
+
+    assert (ahead(model=own_names(torch.nn.Linear(1, 1))), ahead(model=frozenset({"train"})), ahead()) == (1, 0, 0)
