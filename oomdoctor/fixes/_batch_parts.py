@@ -2,7 +2,8 @@
 
 While the body of the loop runs on a part, each random operator draws for all rows, as the whole batch would have, and
 gives out those of the part; the generators are set back before each further part. So dropout, ``rand_like``,
-``bernoulli`` and their kin do not make parts of a batch another training.
+``bernoulli`` and their kin do not make parts of a batch another training. Python and NumPy draw for no row: how deep a
+network is, or whether a teacher is followed, is drawn alike for each part.
 
 Which dimension of a draw is the batch is told by its size, and checked by another: the first part is smaller than the
 second, and what a part draws has to be as much larger. What stays the same in both is drawn once for the whole batch.
@@ -13,7 +14,7 @@ draw others in parts; the trial of a change shows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.errors import StateError, UsageError
+from oomdoctor.fixes._forward import host_marks
+from oomdoctor.objects.rng import RandomState
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
 _Batched: TypeAlias = tuple[int, int] | None
@@ -47,7 +50,8 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
 
     Raises:
         UsageError: there is no tensor among the values.
-        StateError: in the body, from an operator of which it cannot be told what it draws for which row.
+        StateError: in the body, from an operator of which it cannot be told what it draws for which row; or Python or
+            NumPy drew others for one part than for another.
     """
     rows = batch_size(values, dim)
     if rows is None:
@@ -55,13 +59,14 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     draws, start, borders = _Draws(rows, _generators(values)), 0, dict[int, tuple[torch.Tensor, torch.Tensor]]()
     given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
     terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
-    terms["steps"] = next((one.shape[1 - dim] for one in given), 0)
+    terms["steps"] = {one.shape[1 - dim] for one in given}
     for count in _counts(rows, parts):
         part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
         with draws.of(start, count):
             yield part if len(values) > 1 else part[0]
+        draws.end()
         start += count
-    draws.end()
+    draws.leave()
     reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
     if reached:
         torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
@@ -99,26 +104,27 @@ def _rows(
     count: int,
     rows: int,
     dim: int,
-    steps: int,
+    steps: Collection[int],
     borders: dict[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
     """Return the rows of one value; a tensor with a graph is cut from it, and gets the gradients of all parts at once.
 
     Args:
-        steps: the size of the other dimension, by which a tensor of one dimension may have been flattened with it.
+        steps: sizes of the other dimension, by one of which a tensor of one dimension may have been flattened with it.
         borders: such tensors with what stands for them, by their identity.
     """
     if not isinstance(whole, torch.Tensor):
         return whole[start : start + count] if len(whole) == rows else whole
     at = _dim_of(whole, rows, dim)
-    is_flat = at is None and steps > 0 and whole.ndim == 1 and len(whole) == rows * steps
+    is_flat = at is None and whole.ndim == 1 and rows > 0 and len(whole) % rows == 0 and len(whole) // rows in steps
     if at is None and not is_flat:
         return whole
     if whole.grad_fn is not None and torch.is_grad_enabled():
         whole = borders.setdefault(id(whole), (whole, whole.detach().requires_grad_()))[1]
     if at is not None:
-        return whole.narrow(at, start, count)
-    return whole.view((steps, rows) if dim else (rows, steps)).narrow(dim, start, count).reshape(-1)
+        part = whole.narrow(at, start, count)
+        return part.contiguous() if whole.is_contiguous() else part
+    return whole.view((-1, rows) if dim else (rows, -1)).narrow(dim, start, count).reshape(-1)
 
 
 def _counts(rows: int, parts: int) -> list[int]:
@@ -163,24 +169,32 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows, self._start, self._count, self._at = rows, 0, rows, 0
         self._known: list[tuple[int, _Shapes, dict[str, _Batched]]] = []
-        self._begun = _states(generators)
-        self._ended: list[tuple[torch.Generator, Any]] = []
+        self._begun, self._ended = _states(generators), list[tuple[torch.Generator, Any]]()
+        with _disable_current_modes():
+            self._host, self._host_ended = RandomState.take(), set[Any]()
 
     def of(self, start: int, count: int) -> _Draws:
         """Return the mode for a part: ``count`` rows from ``start`` on."""
-        self._note_end()
         _set_back(self._begun)
+        self._host.restore_host()
         self._start, self._count, self._at = start, count, 0
         return self
 
     def end(self) -> None:
-        """Leave the generators as after the whole batch, though the last part may have drawn nothing."""
-        self._note_end()
-        _set_back(self._ended)
+        """Note where the generators stand after a part.
 
-    def _note_end(self) -> None:
+        Raises:
+            StateError: those of Python or NumPy stand elsewhere than after another part.
+        """
         if self._at:
             self._ended = _states(generator for generator, _ in self._begun)
+        self._host_ended.add(host_marks())
+        if len(self._host_ended) > 1:
+            raise StateError("Python or NumPy draws another number of times for each part of the batch")
+
+    def leave(self) -> None:
+        """Leave the generators as after the whole batch, though the last part may have drawn nothing."""
+        _set_back(self._ended)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator.

@@ -43,12 +43,17 @@ class RandomState:
         """Return whether a global generator was drawn from since, or set."""
         return _told(self) != _told(RandomState.take())
 
-    def restore(self) -> None:
-        """Set the global generators back."""
+    def restore_host(self) -> None:
+        """Set those of Python and NumPy back."""
         random.setstate(self.python)
-        numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+        numpy = sys.modules.get("numpy.random")
         if numpy is not None and self.numpy is not None:
             numpy.set_state(self.numpy)
+
+    def restore(self) -> None:
+        """Set the global generators back."""
+        self.restore_host()
+        torch = sys.modules.get("torch")
         if torch is not None and self.torch_cpu is not None:
             torch.set_rng_state(self.torch_cpu)
         elif torch is not None:  # the cell itself imported it

@@ -25,12 +25,15 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 def batch_size(batch: Any, dim: int = 0) -> int | None:
     """Return how many rows a batch has: what most of its tensors share in dimension ``dim``. None where it has none.
 
-    One row is no batch where another tensor has more: a recurrent state has a row for each layer. Where it has no
-    tensors, its first array or list tells.
+    One row is no batch where another tensor has more: a recurrent state has a row for each layer. Of sizes that are as
+    frequent, it is the one that the other of the first two dimensions has as well. Where it has no tensors, its first
+    array or list tells.
     """
-    sizes = Counter(tensor.shape[dim] for tensor in tensors_in(batch) if tensor.ndim > dim)
+    tensors = [*tensors_in(batch)]
+    sizes = Counter(tensor.shape[dim] for tensor in tensors if tensor.ndim > dim)
+    beside = Counter(size for tensor in tensors if tensor.ndim > 2 and dim < 2 for size in {*tensor.shape[:2]})
     if sizes:
-        return max(sizes, key=lambda size: (size > 1, sizes[size]))
+        return max(sizes, key=lambda size: (size > 1, sizes[size], beside[size]))
     values = batch if isinstance(batch, tuple | list) else ()
     return next((len(value) for value in values if hasattr(value, "__array__") and value.ndim), None)
 
@@ -50,7 +53,10 @@ def cut(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
             made[key] = cut(value, size, take)  # type: ignore[index]
         return made
     if isinstance(batch, tuple | list):
-        is_rows = len(batch) == size and not any(isinstance(item, torch.Tensor | Mapping) for item in batch)
+        tensors = [item for item in batch if isinstance(item, torch.Tensor)]
+        batched = sum(size in tensor.shape[:2] for tensor in tensors)  # of those that have a length of their own, few
+        is_rows = len(batch) == size and not any(isinstance(item, Mapping) for item in batch)
+        is_rows = is_rows and (not tensors or (2 * batched < len(tensors) == size))
         items = take([*batch]) if is_rows else [cut(item, size, take) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -250,3 +252,38 @@ def test_what_has_a_graph_gets_the_gradients_of_all_parts_at_once() -> None:
         part.square().sum().backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, wanted)
+
+
+@pytest.mark.parametrize("module", ["random", "numpy.random"])
+def test_python_and_numpy_draw_alike_for_each_part_and_end_as_after_the_whole(module: str) -> None:
+    """A depth that is drawn by a forward is that of the step, also where a mask of torch's is drawn beside it."""
+    source = importlib.import_module(module)
+    source.seed(3)
+    whole = [source.random() for _ in range(4)]
+    source.seed(3)
+    seen = [[source.random(), source.random()] for _ in batch_parts(3, torch.zeros(ROWS, 2))]
+    assert seen == [whole[:2]] * 3
+    assert source.random() == whole[2]
+
+
+def test_draws_of_python_for_each_row_are_an_error() -> None:
+    def drawn() -> list[float]:
+        return [random.random() for part in batch_parts(2, torch.zeros(ROWS, 2)) for _ in part]
+
+    with pytest.raises(StateError, match="another number of times"):
+        drawn()
+
+
+def test_items_of_each_sample_with_a_length_of_their_own_go_with_its_rows() -> None:
+    prompts = [torch.arange(count) for count in (2, 5, 3, 4, 7)]
+    batch = {"prompt": prompts, "x": torch.arange(5)[:, None], "pair": [torch.zeros(5), torch.ones(5)]}
+    parts = list(batch_parts(2, batch))
+    assert [len(one) for part in parts for one in part["prompt"]] == [2, 5, 3, 4, 7]
+    assert all(len(part["prompt"]) == len(part["x"]) == len(part["pair"][1]) for part in parts)
+
+
+def test_parts_of_another_dimension_lie_as_a_batch_does_and_what_was_flattened_beside_them_is_cut() -> None:
+    source, target = torch.zeros(9, 5, 2), torch.arange(35).view(7, 5)
+    parts = list(batch_parts(2, source, target, target.flatten(), dim=1))
+    assert all(part.is_contiguous() for of in parts for part in of)
+    assert all(torch.equal(flat, cut.flatten()) for _, cut, flat in parts)
