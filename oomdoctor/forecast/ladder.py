@@ -23,6 +23,8 @@ _CAUTION: Final = 0.3
 """How far off an estimate is taken to be where it decides what to forecast or to try first."""
 _POINTED: Final = 3
 """Questions that go where the estimate points; those after them halve what is left."""
+_WAYS: Final = 3
+"""Ways to write one change that have a shadow run, where it breaks in each before."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _EFFECTS: Final = tuple(Effect)
 
@@ -131,6 +133,8 @@ class Ladder:
         self._session, self._evidence = session, evidence
         self._made: dict[int, tuple[Patch | Refused, Attempt | Refused]] = {}
         self._offered: dict[int, Candidate] = {}
+        self._all, self._ways = rungs, iter(rungs[0][0].fix.ways if len(rungs[0]) == 1 else ())
+        self._unfit, self._whys = list[Attempt](), list[str]()
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -171,10 +175,29 @@ class Ladder:
         self._leave_out_from(index, why)
 
     def _leave_out_from(self, index: int, why: str) -> None:
+        if index == 0:
+            self._whys.append(why)
+            if self._is_written_otherwise():
+                return
+            self.refused = self._whys[0]
         self.search.leave_out_from(index)
         self.rungs = self.rungs[:index] or self.rungs
-        if index == 0:
-            self.refused = why
+
+    def _is_written_otherwise(self) -> bool:
+        """Write the change in the next way that is not known to be unfit; return whether there is one."""
+        if isinstance(unfit := self._attempt(0)[1], Attempt):
+            self._unfit.append(unfit)
+        while len(self._unfit) < _WAYS and (way := next(self._ways, None)) is not None:
+            self._made, self._offered, self.told = {}, {}, {}
+            self.rungs, self.search, self._is_doubted = (
+                [_with(one, way) for one in self._all],
+                Search(len(self._all)),
+                False,
+            )
+            written = self._attempt(0)[1]
+            if isinstance(written, Attempt) and written not in self._unfit:
+                return True
+        return False
 
     def _attempt(self, index: int) -> tuple[Patch | Refused, Attempt | Refused]:
         if index not in self._made:
@@ -277,6 +300,10 @@ class Ladder:
             parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
             stronger=tuple(one.proposal for one, *others in self.rungs[index + 1 :] if not others),
         )
+
+
+def _with(rung: Rung, way: Dose) -> Rung:
+    return tuple(replace(part, proposal=replace(part.proposal, dose=part.proposal.dose | way)) for part in rung)
 
 
 def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast:

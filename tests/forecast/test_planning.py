@@ -15,7 +15,7 @@ from oomdoctor.fixes.sdpa_attention import guard
 from oomdoctor.forecast.planning import Planning, make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
-from oomdoctor.model.fix import Effect, Patch
+from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.pipeline import admitted
@@ -155,6 +155,13 @@ def test_a_change_that_breaks_the_cell_is_refused_with_its_failure_and_its_milde
     strongest = fix("strongest", {"first = torch.zeros(40": ["first = torch.zeros(4", "first = missing(4"]})
     (one,) = plan([strongest], 66 * MIB).candidates
     assert (one.dose["strength"], one.forecast.verdict) == (0, Verdict.FITS)
+
+
+def test_a_change_that_breaks_the_cell_in_one_way_is_written_in_the_next():
+    both = fix("strongest", {"first = torch.zeros(40": ["first = missing(4", "first = torch.zeros(4"]})
+    (mildest, _) = both.propose(None, None)
+    (one,) = plan([replace(both, propose=lambda *_: (mildest,), ways=(Dose.of(strength=1),))], 66 * MIB).candidates
+    assert (dict(one.dose.values), one.forecast.verdict) == ({"strength": 1}, Verdict.FITS)
 
 
 def test_what_fails_as_only_a_shadow_run_may_comes_last_and_is_left_to_the_user():
