@@ -54,7 +54,7 @@ class Writer:
         self._join, self._taken, self._cells, self._is_weighed = join, list[str](), cells, False
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
-        self._sums = {name: self._fresh(f"batch_{name}") for name, _ in step.summed}
+        self._sums = {name: self._fresh(f"batch_{name}") for name in step.summed}
         self._lists = {name: self._fresh(f"{name}_parts") for name in (*step.gathered, *step.carried)}
 
     def _fresh(self, stem: str) -> str:
@@ -69,7 +69,7 @@ class Writer:
         """
         step, self._opening = self._step, self._head()
         start = [f"{self._sum} = 0.0"] if self._sum else []
-        start += [f"{total} = 0.0" for total in self._sums.values()]
+        start += [f"{self._sums[name]} = {0.0 if is_mean else 0}" for name, (_, is_mean) in step.summed.items()]
         start += [f"{parts} = []" for parts in self._lists.values()]
         end = [f"{step.loss} = {self._sum}"] if self._sum else []
         end += [f"{name} = {total}" for name, total in self._sums.items()]
@@ -133,9 +133,9 @@ class Writer:
         body = [*self._statements(first), *lines]
         if step.keeps_loss:
             body += self._statements([f"{self._sum} += {step.loss}.detach()"])
-        for name, is_mean in step.summed:
+        for name, (value, is_mean) in step.summed.items():
             share = f" * ({self._share()})" if is_mean else ""
-            body += self._statements([f"{self._sums[name]} += {name}.detach(){share}"])
+            body += self._statements([f"{self._sums[name]} += {value}{share}"])
         for name, parts in self._lists.items():
             kept = self._micro[name] if name in step.carried else name if step.dim else f"{name}.detach()"
             body += self._statements([f"{parts}.append({kept})"])

@@ -80,6 +80,9 @@ class Shape(Enum):
     SUM = auto()
 
 
+SCALARS: Final = frozenset({Shape.MEAN, Shape.SUM})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A value.
@@ -87,12 +90,14 @@ class Value:
     Attributes:
         counted: for a mean over the entries of a target alone that differ from a number: the texts of both.
         model: the type of the model that returned it.
+        is_number: of a scalar: one of Python's, and no tensor.
         entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
     """
 
     shape: Shape
     counted: tuple[str, str] | None = None
     model: str | None = None
+    is_number: bool = False
     entries: str | None = None
 
 
@@ -102,6 +107,7 @@ _COUNT: Final = Value(shape=Shape.COUNT)
 _MEAN: Final = Value(shape=Shape.MEAN)
 _SUM: Final = Value(shape=Shape.SUM)
 _KEEPS_ENTRIES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED, Result.DETACHED)
+_NUMBERS: Final = words.names_of(Result.NUMBER)
 _IGNORED: Final = "-100"
 _SHIFTED: Final = ("ForCausalLM", "LMHeadModel")
 
@@ -228,10 +234,14 @@ class Samples:
         whole = not node.keywords and len(node.args) == (0 if is_method else 1)
         if whole and method in ("mean", "sum"):
             return _MEAN if method == "mean" else _SUM
+        if name in {"float", "int"} and len(node.args) == 1 and (base := self.value(node.args[0])).shape in SCALARS:
+            return replace(base, is_number=True)
         if name == "len" or (method == "size" and [*map(ast.unparse, node.args)] == ["0"]):
             return _COUNT
         if is_method and of is not None:
             base = self.value(of)
+            if method in _NUMBERS and base.shape in SCALARS:
+                return replace(base, is_number=True)
             if base.shape is Shape.BATCH and method != "pop":
                 return base
             return replace(_ROWS, entries=base.entries if method in _KEEPS_ENTRIES else None)
@@ -261,7 +271,7 @@ class Samples:
         left, right = self.value(node.left), self.value(node.right)
         if left.shape is Shape.SUM and right.shape is Shape.COUNT and isinstance(node.op, ast.Div):
             return _MEAN
-        scalars = [value for value in (left, right) if value.shape in (Shape.MEAN, Shape.SUM)]
+        scalars = [value for value in (left, right) if value.shape in SCALARS]
         if len(scalars) == 2 and Shape.ROWS not in (left.shape, right.shape):
             return min(scalars, key=lambda value: value.shape is Shape.SUM)
         return scalars[0] if scalars and Shape.ROWS not in (left.shape, right.shape) else _ROWS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.fixes._samples import LossForm, Samples, Shape, Value, called
+from oomdoctor.fixes._samples import SCALARS, LossForm, Samples, Shape, Value, called
 from oomdoctor.fixes._step_statements import (
     MOVES,
     TO_DEVICE,
@@ -40,7 +40,6 @@ from oomdoctor.program.names import blocks_of, read_first
 from oomdoctor.program.regions import Region, backwards_in
 
 _WEIGHED: Final = {"rows": Value(shape=Shape.MEAN), "sum": Value(shape=Shape.SUM)}
-_SCALARS: Final = {Shape.MEAN, Shape.SUM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ class Step:
         keeps_loss: the loss is used after the step.
         gathered: names whose parts are joined again because they are used after the step.
         carried: those of ``names`` that the region changes, which are joined likewise.
-        summed: numbers that are used after the step, and whether each is a mean over the samples of its part.
+        summed: numbers that are used after the step, without graph, and whether each is a mean over its part's samples.
         dim: the dimension of the batch.
         is_plain: tensors in dimension 0 that nothing has made in the program: they may be cut by ``chunk``.
     """
@@ -93,7 +92,7 @@ class Step:
     keeps_loss: bool
     gathered: tuple[str, ...]
     carried: tuple[str, ...] = ()
-    summed: tuple[tuple[str, bool], ...] = ()
+    summed: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     key: str = ""
     dim: int = 0
     is_plain: bool = True
@@ -127,7 +126,7 @@ class _Planner:
         self.units = list(units_of(region.body))
         self._backwards = {id(unit): loss_of(unit.value) for unit in self.units if backwards_in(unit)}  # type: ignore[attr-defined]
         names = [ast.unparse(loss) for loss in self._backwards.values() if called(loss)]
-        if names and len(self._backwards) > 1:
+        if names and len({*map(ast.unparse, self._backwards.values())}) > 1:
             raise Unfit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
@@ -201,8 +200,11 @@ class _Planner:
         made -= {self._loss, *names}
         wanted = made & used
         left = sorted(made if top_level else wanted)
-        shapes = {name: samples.names[name].shape for name in left if name in samples.names}
-        summed = tuple((name, one is Shape.MEAN) for name, one in shapes.items() if one in _SCALARS)
+        scalars = {name: value for name in left if (value := samples.names.get(name)) and value.shape in SCALARS}
+        summed = {
+            name: (name if value.is_number else f"{name}.detach()", value.shape is Shape.MEAN)
+            for name, value in scalars.items()
+        }
         keeps = self._loss is not None and ("." in self._loss or self._loss in used or top_level)
         return Step(
             names=names,
@@ -211,10 +213,10 @@ class _Planner:
             losses=forms,
             loss=self._loss,
             keeps_loss=keeps,
-            gathered=tuple(sorted(wanted - dict(summed).keys())),
+            gathered=tuple(sorted(wanted - summed.keys())),
             carried=tuple(name for name in carried if name in used or top_level),
             summed=summed,
-            key="" if kind == "tensors" else key_of(inner, names[0]),
+            key="" if kind == "tensors" else key_of(inner, names[0], split.functions),
             dim=split.dim,
             is_plain=not split.dim and not carried and self._is_given(names, places),
         )
@@ -303,8 +305,7 @@ class _Planner:
             if not depends and (is_apart or not late):
                 places[id(unit)] = "before"
                 continue
-            if leads and not depends:
-                raise Unfit(f"`{', '.join(sorted(late))}` is bound anew in the middle of the step")
+            depends = depends or leads  # what it binds anew, it binds for each part
             anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
             is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
             if is_inner and not leads and id(unit) in self._looking and self._loss in reads_of(unit):

@@ -164,8 +164,7 @@ def order_of(target: ast.expr) -> list[str]:
 def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
     if len(names) != 1:
         return "tensors"
-    (name,) = names
-    for part in (part for node in block for part in ast.walk(node)):
+    for part, name in _uses(block, names[0], functions):
         if isinstance(part, ast.Subscript) and called(part.value) == name and isinstance(part.slice, ast.Constant):
             return "dict" if isinstance(part.slice.value, str) else "list"
         if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == name:
@@ -174,6 +173,25 @@ def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Ma
             return "dict"
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
             return "list"
+    return "tensors"
+
+
+def key_of(block: Sequence[ast.stmt], name: str, functions: Mapping[str, ast.FunctionDef]) -> str:
+    """Return the first constant that ``name`` is subscripted with, empty where there is none."""
+    taken = (
+        part
+        for part, of in _uses(block, name, functions)
+        if isinstance(part, ast.Subscript) and called(part.value) == of
+    )
+    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")
+
+
+def _uses(
+    block: Sequence[ast.stmt], name: str, functions: Mapping[str, ast.FunctionDef]
+) -> Iterator[tuple[ast.AST, str]]:
+    """Yield what may use a name, and how it is called there: in functions that it is given to, by their parameter."""
+    for part in (part for node in block for part in ast.walk(node)):
+        yield part, name
         if not isinstance(part, ast.Call):
             continue
         owner, dot, method = called(part.func).rpartition(".")
@@ -183,14 +201,4 @@ def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Ma
             given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
             given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
             inner = {one: node for one, node in functions.items() if node is not function}
-            found = kind_of_batch(function.body, given, inner) if given else "tensors"
-            if found != "tensors":
-                return found
-    return "tensors"
-
-
-def key_of(block: Sequence[ast.stmt], name: str) -> str:
-    """Return the first constant that ``name`` is subscripted with, empty where there is none."""
-    parts = (part for node in block for part in ast.walk(node))
-    taken = (part for part in parts if isinstance(part, ast.Subscript) and called(part.value) == name)
-    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")
+            yield from (use for one in given for use in _uses(function.body, one, inner))

@@ -293,7 +293,30 @@ PENALTY = """
     losses, correct = [value for _, value in log], sum(step for step, _ in log)
 """
 
+DRAWN = """
+    import numpy as np
+    np.random.seed(0)
+    scaler = None
+    for batch in dicts:
+        optimizer.zero_grad()
+        x, y = batch["x"], batch["labels"]
+        out = model(x)
+        hits = (out.argmax(1) == y).sum().item()
+        if np.random.random() < 0.5:
+            x = None
+        loss = criterion(out, y) * (2.0 if x is None else 1.0)
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+        optimizer.step()
+        correct += hits
+        losses.append(loss.item())
+"""
+"""A name is bound anew by chance after its use, one loss has two branches, and a number is counted."""
+
 LOOPS = {
+    "drawn": DRAWN,
     "penalty": PENALTY,
     "zero first": ZERO_FIRST,
     "zero between": ZERO_BETWEEN,
