@@ -23,6 +23,7 @@ from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.program.dataflow import loop_at
 from oomdoctor.program.magics import parsed
+from oomdoctor.program.names import bound_names
 
 _SAME_PLACE: Final = Refused("both change the same place of the source")
 
@@ -34,18 +35,30 @@ def attempt_with(
     fix: Fix, dose: Dose, session: Session, evidence: Evidence
 ) -> tuple[Patch | Refused, Attempt | Refused]:
     """Return how to run the failing cell with one fix: by its patch where there is one, else on the live objects."""
-    failing = session.cells.failing
-    patch = fix.patch(session.cells, evidence, dose)
+    patch = _on_base(session, fix.patch(session.cells, evidence, dose))
     if isinstance(patch, Patch):
         numbers = {module.number for module in session.cells.modules}
         if any(edit.file is None and edit.cell in numbers for edit in patch.edits):
             return (why := Refused("it would change a module in a way that its loaded form does not follow")), why
         guards = (partial(fix.guard, session, dose),) if fix.guard is not None else ()
-        return patch, patched(failing, patch, guards)
+        return patch, patched(session.cells.failing, patch, guards)
     # What is told to the loop of a library by its settings is not done to its objects behind its back.
     if fix.apply is None or "through" in dict(dose.values):
         return patch, Refused(patch.reason)
-    return patch, Attempt(source=failing.source, live=(partial(fix.apply, session, dose),))
+    return patch, replace(unfixed(session), live=(partial(fix.apply, session, dose),))
+
+
+def unfixed(session: Session) -> Attempt:
+    """Return how to run the failing cell as the session's cells have it."""
+    failing = session.cells.failing
+    return Attempt(source=failing.source) if session.base is None else patched(failing, session.base)
+
+
+def _on_base(session: Session, patch: Patch | Refused) -> Patch | Refused:
+    """Return a patch of the session's cells as one of the text that runs live."""
+    if isinstance(patch, Refused) or session.base is None:
+        return patch
+    return _both(session.base, patch)
 
 
 def attempt_with_all(
@@ -62,7 +75,7 @@ def attempt_with_all(
     if not patches:
         why = Refused("both change the live objects")
         return why, why
-    both = patches[0] if len(patches) == 1 else composed(parts, session.cells, evidence)
+    both = patches[0] if len(patches) == 1 else _on_base(session, composed(parts, session.cells, evidence))
     if isinstance(both, Refused):
         return both, both
     # Where one of them cannot be written in the source, the two cannot be either.
@@ -93,19 +106,21 @@ def composed(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: Evidence
             continue
         after = {edit.cell: edit.after for edit in patch.edits}
         written = second.patch(cells.changed(after), known, other)
-        if isinstance(written, Patch) and (both := _both(patch, written)) is not None:
-            return both
+        if isinstance(written, Patch):
+            return _both(patch, written)
     return _SAME_PLACE
 
 
-def _both(first: Patch, second: Patch) -> Patch | None:
-    """Return two patches as one, the second of which is of what the first has left; None where both redefine parts."""
+def _both(first: Patch, second: Patch) -> Patch:
+    """Return two patches as one, the second of which is of what the first has left."""
     edits = {edit.cell: edit for edit in first.edits}
     for edit in second.edits:
         before = edits.get(edit.cell)
-        if before is not None and not (before.is_whole and edit.is_whole):
-            return None
-        edits[edit.cell] = replace(edit, before=before.before if before is not None else edit.before)
+        if before is not None:
+            is_all = edit.is_whole or bound_names(before.replay) <= bound_names(edit.replay)
+            replay = edit.replay if is_all else f"{before.replay.rstrip()}\n\n\n{edit.replay}"
+            edit = replace(edit, before=before.before, replay=replay)
+        edits[edit.cell] = edit
     return Patch(edits=tuple(edits[cell] for cell in sorted(edits)))
 
 

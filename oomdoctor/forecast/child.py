@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
 from oomdoctor.forecast.accumulation import counts_alone
+from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
@@ -179,7 +180,7 @@ def run(
     pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
     tracker.scalars.until = pace.until if card is None else -math.inf
-    calls = ModuleCalls(tracker) if attempt == Attempt(source=session.cells.failing.source) else None
+    calls = ModuleCalls(tracker) if attempt == unfixed(session) else None
     settings, is_left, failure, left_early = AllocatorSettings(), True, None, False
     try:
         if cached or card is not None:

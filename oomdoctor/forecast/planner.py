@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
 from oomdoctor.forecast.layout import allocator_settings
 from oomdoctor.forecast.reading import Reading, late
@@ -81,7 +82,7 @@ class Planner:
 
     def plans(self, shadows: Shadows) -> Iterator[Plan]:
         """Yield the plan as it stands, again and again, while shadows are run."""
-        shadows.begin(None, Attempt(source=self._session.cells.failing.source))
+        shadows.begin(None, unfixed(self._session))
         self._propose()
         yield self.plan()
         while True:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from oomdoctor.model.fix import Edit
+    from oomdoctor.model.fix import Edit, Patch
     from oomdoctor.model.memory import DeviceMemory
 
 
@@ -169,6 +169,7 @@ class Session:
         find: finds the objects of a namespace by their kind.
         shell: the IPython shell, None in a script.
         is_kept: whether every tensor was copied when the failing cell began.
+        base: a change that the cells show already and the live objects do not follow yet; None where there is none.
     """
 
     namespace: dict[str, Any]
@@ -177,6 +178,7 @@ class Session:
     find: Callable[[Mapping[str, Any]], Mapping[Kind, Named]] = field(default=_nothing, repr=False)
     shell: Any = None
     is_kept: bool = False
+    base: Patch | None = None
 
     def objects(self) -> Mapping[Kind, Named]:
         """Find the objects, of all kinds at once."""

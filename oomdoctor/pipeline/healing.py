@@ -6,8 +6,9 @@ A trial shows first that the change keeps the results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from oomdoctor import fixes
@@ -21,10 +22,16 @@ from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
-from oomdoctor.pipeline.failure import refused, uncounted
+from oomdoctor.objects.frames import is_of_signal
+from oomdoctor.pipeline.failure import diagnose, observe, refused, uncounted
+from oomdoctor.pipeline.pricing import plan
+from oomdoctor.pipeline.telling import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
 from oomdoctor.retry.heal import Run
+
+_FOLLOWING: Final = 2
+"""How many changes are tried besides one with which memory ran out."""
 
 
 async def heal(
@@ -39,10 +46,15 @@ async def heal(
     anyway: bool = False,
     failed: set[str] | None = None,
     by_itself: bool = False,
+    places: Callable[[], Mapping[str, int]] | None = None,
+    plan_s: float = 0.0,
 ) -> tuple[Case, BaseException | None]:
     """Run the cell again with ``chosen`` in their order, each escalated if it must be. See ``retry.heal``.
 
     Args:
+        places: returns the number of the cell by the file name of its code, for a failure of an attempt: where memory
+            runs out with a change in place, another one is looked for in the changed program, and made besides.
+        plan_s: time for the forecasts of that.
         by_itself: whether nobody asked for these changes by name: what could not be tried out is left alone then.
     """
     from oomdoctor.incident import find_oom
@@ -61,6 +73,7 @@ async def heal(
         unfit=unfit,
         by_itself=by_itself,
     )
+    following = partial(_following, session, transaction, checks, places=places, time_budget_s=plan_s)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -74,6 +87,7 @@ async def heal(
         shell=session.shell,
         admit=checks.admit,
         writes=bool(case.evidence.code.written_anew),
+        further=following,
     )
     if outcome.kind is OutcomeKind.HEALED:
         outcome = replace(outcome, checked=checks.told)
@@ -87,6 +101,68 @@ async def heal(
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
+
+
+def _following(
+    session: Session,
+    transaction: Transaction,
+    checks: Checks,
+    choice: Choice,
+    error: BaseException,
+    *,
+    places: Callable[[], Mapping[str, int]] | None,
+    time_budget_s: float,
+) -> Callable[[], Sequence[Choice]] | None:
+    """Look at where memory ran out with a change in place; return what plans the next change besides it.
+
+    The program with the first change is diagnosed and planned as if the user had written it so.
+    """
+    candidate = checks.candidates[choice.label]
+    patch = checks.patches.get(choice.label, candidate.patch)
+    if places is None or isinstance(patch, Refused) or candidate.effect not in _KEEP:
+        return None
+    changed = replace(session, cells=session.cells.changed({one.cell: one.after for one in patch.edits}), base=patch)
+    try:
+        found, changed = observe(error, lambda _: changed, places())
+        found = diagnose(found, rulebook())
+    except Exception as exc:
+        if is_of_signal(exc):
+            raise
+        return None
+
+    from oomdoctor.forecast.attempts import attempt_with
+
+    def planned() -> list[Choice]:
+        terms: dict[str, Any] = {"time_budget_s": time_budget_s, "reserve": 0, "is_hurried": True}
+        priced = plan(found, changed, transaction.restore, **terms)
+        more: list[Choice] = []
+        for one in admitted(priced, "exact"):
+            if one.fix in candidate.answers_to or one.parts or len(more) == _FOLLOWING:
+                continue
+            both = _besides(candidate, one)
+            _, attempt = attempt_with(fixes.get(one.fix), one.dose, changed, found.evidence)
+            if isinstance(attempt, Refused):
+                continue
+            checks.candidates[both.label] = both
+            live = (*choice.attempt.live, *attempt.live)
+            more.append(Choice(fix=both.fix, label=both.label, attempt=replace(attempt, live=live)))
+        return more
+
+    return planned
+
+
+def _besides(first: Candidate, second: Candidate) -> Candidate:
+    """Return two changes as one, the second of which was planned for the program with the first."""
+    return replace(
+        second,
+        fix=f"{first.fix} + {second.fix}",
+        title=f"{first.title}; {second.title[:1].lower()}{second.title[1:]}",
+        dose=Dose((*first.dose.values, *second.dose.values)),
+        effect=max(first.effect, second.effect, key=[*Effect].index),
+        is_tried=first.is_tried or second.is_tried,
+        parts=(*first.made_of, *second.made_of),
+        stronger=(),
+    )
 
 
 def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Choice]]:
@@ -120,6 +196,8 @@ def _with(plan: Plan, made: Candidate | None) -> Plan:
     """Return the plan with ``made`` in the place of the milder dose of the same fix."""
     if made is None:
         return plan
+    if all(made.fix != one.fix for one in plan.candidates):
+        return replace(plan, candidates=(made, *plan.candidates))
     return replace(plan, candidates=tuple(made if one.fix == made.fix else one for one in plan.candidates))
 
 
@@ -210,7 +288,7 @@ class Checks:
     evidence: Evidence
     session: Session
     transaction: Transaction
-    candidates: Mapping[str, Candidate]
+    candidates: dict[str, Candidate]
     unfit: dict[str, str]
     by_itself: bool
     told: str = ""

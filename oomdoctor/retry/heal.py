@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ async def heal(
     shell: Any = None,
     admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
     writes: bool = False,
+    further: Callable[[Choice, BaseException], Callable[[], Sequence[Choice]] | None] = lambda choice, error: None,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
 
@@ -70,6 +72,8 @@ async def heal(
             those that do so now are added.
         shell: the IPython shell, whose copies of tracebacks are released as well.
         admit: asked before each attempt; returns what is to be run, or why it is not.
+        further: asked when memory ran out with a choice, while the failure holds what it held; what it returns is asked
+            afterwards what to try next.
         writes: whether the cell writes files, which it must not read as its failed run has left them.
 
     Returns:
@@ -79,7 +83,9 @@ async def heal(
     known = set() if failed is None else failed
     doubts = transaction.doubts()
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
-    for choice in choices:
+    waiting = deque(choices)
+    while waiting:
+        choice = waiting.popleft()
         if choice.fix in log.unfit:
             continue
         if choice.label in log.failed:
@@ -110,12 +116,17 @@ async def heal(
         # Of what a change raised, its cause tells: a few rows that it tried out. Asked before its frames let go.
         cause = error.__cause__ if isinstance(error, OomDoctorError) else error
         ran_out = cause is not None and is_oom(cause)
+        more = None
+        if error is not None and error is cause and ran_out and log.ran_out + 1 < most_attempts:
+            more = further(choice, error)
         if error is not None:
             release(error, shell)
         if not log.goes_on_after(choice, error, ran_out=ran_out):
             return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
         if transaction.losses():
             break
+        if more is not None:
+            waiting.extendleft(reversed(more()))
     return log.back(OutcomeKind.REFUSED if log.error is None else OutcomeKind.ROLLED_BACK, log.why), log.error
 
 

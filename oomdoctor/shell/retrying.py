@@ -20,7 +20,7 @@ from oomdoctor.model.session import Attempt, Cell, Session
 from oomdoctor.program.compiled import on_their_lines
 from oomdoctor.retry.release import release
 from oomdoctor.shell.borders import Run, left_alone
-from oomdoctor.shell.cells import as_cell, texts_of
+from oomdoctor.shell.cells import as_cell, filenames, texts_of
 from oomdoctor.shell.showing import Shown
 from oomdoctor.shell.stragglers import Beside, beside, end_since, left_since, threads_at_work
 
@@ -179,6 +179,8 @@ async def _heal(
             anyway=request.anyway,
             failed=set() if request.anew else opened.failed,
             by_itself=request.by_itself,
+            places=lambda: filenames(extension.shell, attempts.failing.number),
+            plan_s=extension.config.forecast_time_s,
         )
         extension.remedies.note(case, opened.session.cells.failing.source, request.chosen[0].label)
     return pipeline.record(case), error
