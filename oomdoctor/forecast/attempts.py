@@ -126,7 +126,7 @@ def _both(first: Patch, second: Patch) -> Patch:
 
 def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
     """Return what is known of the text after ``patch``; None where it changed the first line of a loop or a trainer."""
-    lines = {edit.cell: _unchanged(edit) for edit in patch.edits}
+    lines = {edit.cell: unchanged_lines(edit) for edit in patch.edits}
     texts = {edit.cell: edit.after for edit in patch.edits}
     code = evidence.code
     loops = [_loop(loop, lines, texts) for loop in code.loops]
@@ -142,7 +142,7 @@ def _moved(evidence: Evidence, patch: Patch) -> Evidence | None:
     return replace(evidence, code=moved)
 
 
-def _unchanged(edit: Edit) -> dict[int, int]:
+def unchanged_lines(edit: Edit) -> dict[int, int]:
     """Return where each line stands after an edit that it leaves as it is."""
     matcher = SequenceMatcher(None, edit.before.splitlines(), edit.after.splitlines(), autojunk=False)
     blocks = matcher.get_matching_blocks()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import TracebackType
 from typing import Any, Final
 
 from oomdoctor import fixes
@@ -22,7 +23,7 @@ from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
-from oomdoctor.objects.frames import is_of_signal
+from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
 from oomdoctor.pipeline.failure import diagnose, observe, refused, uncounted
 from oomdoctor.pipeline.pricing import plan
 from oomdoctor.pipeline.telling import rulebook
@@ -73,7 +74,8 @@ async def heal(
         unfit=unfit,
         by_itself=by_itself,
     )
-    following = partial(_following, session, transaction, checks, places=places, time_budget_s=plan_s)
+    files = places() if places is not None else {}
+    following = partial(_following, session, transaction, checks, places=places, files=files, time_budget_s=plan_s)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -111,26 +113,38 @@ def _following(
     error: BaseException,
     *,
     places: Callable[[], Mapping[str, int]] | None,
+    files: Mapping[str, int],
     time_budget_s: float,
 ) -> Callable[[], Sequence[Choice]] | None:
     """Look at where memory ran out with a change in place; return what plans the next change besides it.
 
     The program with the first change is diagnosed and planned as if the user had written it so.
+
+    Args:
+        files: number of the cell by the file name of its code, of what was compiled before the attempt: functions that
+            the change leaves as they are stand in other lines of the changed cell.
     """
+    from oomdoctor.forecast.attempts import attempt_with, unchanged_lines
+
     candidate = checks.candidates[choice.label]
     patch = checks.patches.get(choice.label, candidate.patch)
     if places is None or isinstance(patch, Refused) or candidate.effect not in _KEEP:
         return None
     changed = replace(session, cells=session.cells.changed({one.cell: one.after for one in patch.edits}), base=patch)
+    moved = {edit.cell: unchanged_lines(edit) for edit in patch.edits if edit.file is None}
+    traceback = traceback_of(error)
     try:
+        set_traceback(
+            error, _with_lines(traceback, lambda name, line: moved.get(files.get(name, 0), {}).get(line, line))
+        )
         found, changed = observe(error, lambda _: changed, places())
         found = diagnose(found, rulebook())
     except Exception as exc:
         if is_of_signal(exc):
             raise
         return None
-
-    from oomdoctor.forecast.attempts import attempt_with
+    finally:
+        set_traceback(error, traceback)
 
     def planned() -> list[Choice]:
         terms: dict[str, Any] = {"time_budget_s": time_budget_s, "reserve": 0, "is_hurried": True}
@@ -149,6 +163,14 @@ def _following(
         return more
 
     return planned
+
+
+def _with_lines(traceback: TracebackType | None, line_of: Callable[[str, int], int]) -> TracebackType | None:
+    """Return a traceback with other line numbers: ``line_of`` returns them by file name and line."""
+    if traceback is None:
+        return None
+    line = line_of(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+    return TracebackType(_with_lines(traceback.tb_next, line_of), traceback.tb_frame, traceback.tb_lasti, line)
 
 
 def _besides(first: Candidate, second: Candidate) -> Candidate:

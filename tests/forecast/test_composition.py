@@ -179,12 +179,15 @@ def test_changes_of_several_cells_are_all_made_the_failing_one_last() -> None:
     assert attempt.source == TRAIN.replace("logits", "outputs")
 
 
-def test_an_earlier_cell_of_which_each_redefines_a_part_is_refused() -> None:
-    patch, _ = run_with(
+def test_parts_of_an_earlier_cell_that_each_redefines_are_both_run() -> None:
+    patch, attempt = run_with(
         writes("autocast", old="lr=1e-2", new="lr=1e-3", replay="def f(): ..."),
         writes("micro_batch", old="AdamW", new="SGD", replay="def g(): ..."),
     )
-    assert patch == Refused("both change the same place of the source")
+    assert isinstance(patch, Patch)
+    assert isinstance(attempt, Attempt)
+    assert attempt.replays == ("def f(): ...\n\n\ndef g(): ...",)
+    assert attempt.cells[0].source == SETUP.replace("lr=1e-2", "lr=1e-3").replace("AdamW", "SGD")
 
 
 def test_the_way_to_run_both_has_the_guards_of_both() -> None:

@@ -51,13 +51,14 @@ def test_each_phase_gets_a_change_of_its_own(phases: InteractiveShell, auto: str
         if auto == "off":
             run(shell, "%oomdoctor fix 1")
         case = known()
-        assert (case.outcome.kind, case.outcome.state) == (OutcomeKind.HEALED, State.CLEAN)
+        assert (case.outcome.kind, case.outcome.state) == (OutcomeKind.HEALED, State.CLEAN), case.outcome
         (made,) = (one for one in case.plan.candidates if one.label in case.outcome.fixes)
         assert {fix for fix, _ in made.made_of} == {"micro_batch", "no_grad_eval"}
         assert not isinstance(made.patch, Refused)
         left = state_digests(shell.user_ns)
         functions = next(edit.after for edit in made.patch.edits if edit.before.strip() == FUNCTIONS.strip())
         cell = next((edit.after for edit in made.patch.edits if edit.before.strip() == CELL.strip()), CELL)
+        run(shell, "%oomdoctor simulate off")
         shell.reset(new_session=True)
         seed()
         for text in (SETUP, functions, cell):
