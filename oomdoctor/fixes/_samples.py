@@ -46,6 +46,11 @@ def called(node: ast.AST) -> str:
     return ""
 
 
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    """Return the names of what a function is given by position, a method's object left out."""
+    return [one.arg for one in (*function.args.posonlyargs, *function.args.args) if one.arg != "self"]
+
+
 def loss_made_by(node: ast.AST) -> LossForm | None:
     """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
@@ -169,7 +174,7 @@ class Samples:
     def _returned(self, call: ast.Call) -> list[Value]:
         """Follow a function of the cells, and return what it returns last."""
         function = self.functions[called(call.func)]
-        parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        parameters = parameters_of(function)
         given: dict[str, Any] = dict(zip(parameters, call.args, strict=False))
         given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         texts = {one: called(value) for one, value in given.items()}
@@ -216,7 +221,7 @@ class Samples:
 
     def _call(self, node: ast.Call) -> Value:
         name = called(node.func)
-        if name in self.models:
+        if name in self.models and name not in self.functions:
             return replace(_ROWS, model=self.models[name])
         form = self.losses.get(name) or (function_form(node) if name not in self.functions else None)
         if form is None and isinstance(node.func, ast.Call):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from oomdoctor.fixes._samples import called
+from oomdoctor.fixes._samples import called, parameters_of
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound, reads
@@ -194,11 +194,10 @@ def _uses(
         yield part, name
         if not isinstance(part, ast.Call):
             continue
-        owner, dot, method = called(part.func).rpartition(".")
+        owner, _, method = called(part.func).rpartition(".")
         function = functions.get(f"self.{method}" if owner and owner != name else method)
         if function is not None:
-            parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)][len(dot) :]
-            given = [p for p, value in zip(parameters, part.args, strict=False) if called(value) == name]
+            given = [p for p, value in zip(parameters_of(function), part.args, strict=False) if called(value) == name]
             given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
             inner = {one: node for one, node in functions.items() if node is not function}
             yield from (use for one in given for use in _uses(function.body, one, inner))

@@ -256,6 +256,8 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     losses = {**attributes, **(losses_known | constructed if function else constructed | losses_known)}
     functions = {n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local}
     owned = {f"self.{one.tail}": one.function for one in program.scopes if one.owner}
+    bodies = {one.name: one.function for one in program.scopes}
+    owned |= {text: bodies.get(f"{facts.type_name}.forward") for text, facts in models.items() if facts is not None}
     methods = {text: node for text, node in owned.items() if isinstance(node, ast.FunctionDef)}
     named = dict.fromkeys(_layers(trees), "") if not function else {}
     named |= {text: facts.type_name if facts else "" for text, facts in models.items()}

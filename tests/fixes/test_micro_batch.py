@@ -363,6 +363,50 @@ def test_patched_source_leaves_the_same_parameters(name: str, parts: int) -> Non
         assert split["loss"].item() == pytest.approx(plain["loss"].item(), rel=TOLERANCE)
 
 
+SCORED = """
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 4)
+
+        def forward(self, x, targets=None):
+            out, loss = self.inner(x), None
+            if targets is not None:
+                loss = F.cross_entropy(out, targets.view(-1), ignore_index=0)
+            return out, loss
+"""
+OF_MODEL = """
+    for x, y in loader:
+        out, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def test_a_loss_that_a_model_of_the_cells_takes_is_weighted_as_its_forward_says() -> None:
+    made_of = dict[str, Any]()
+    exec(textwrap.dedent(SCORED), made_of)
+
+    def begun() -> dict[str, Any]:
+        torch.manual_seed(0)
+        return program(model=made_of["Scored"]())
+
+    made = patched(SCORED, OF_MODEL, model=made_of["Scored"]())
+    assert isinstance(made, Patch), made
+    assert "micro_y != 0" in made.diff()
+    plain, split = begun(), begun()
+    run([textwrap.dedent(OF_MODEL)], plain)
+    run(after(made, (SCORED, OF_MODEL))[1:], split)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+
+
 ACCUMULATING = """
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y) / 3
