@@ -12,13 +12,16 @@ import re
 import sys
 import threading
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.objects.named import own_modules
 from oomdoctor.program.definitions import read
+from oomdoctor.program.modules import with_modules
 from oomdoctor.program.names import calls_only
 from oomdoctor.program.repetition import unseen_write
 from oomdoctor.retry.heal import Remedies
@@ -57,6 +60,21 @@ _LOADS: Final = ".load_state_dict("
 
 
 _may_write_unseen = lru_cache(maxsize=4096)(_PAST_AUTOGRAD.search)
+
+
+def _file_may_write_unseen(file: str | None) -> bool:
+    """Whether the text of a module has a write past autograd."""
+    try:
+        return _has_write(path := Path(str(file)), path.stat().st_mtime_ns)
+    except (OSError, UnicodeDecodeError):
+        return True
+
+
+@lru_cache(maxsize=4096)
+def _has_write(path: Path, _changed_ns: int) -> bool:
+    return _PAST_AUTOGRAD.search(path.read_text(encoding="utf-8")) is not None
+
+
 """Tells whether a cell may have such a line; asked of the whole history before each cell."""
 
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
@@ -256,11 +274,15 @@ class Extension:
         return transaction
 
     def _writes_unseen(self, raw_cell: str) -> bool:
-        """Whether a cell writes to tensors past autograd, by itself or by functions of earlier cells that it calls."""
-        texts = (raw_cell, *getattr(self.shell.history_manager, "input_hist_raw", ()))
-        if not any(map(_may_write_unseen, texts)):
+        """Whether a cell writes to tensors past autograd, by itself or by functions that it calls.
+
+        Those are of earlier cells, or of modules of the user's own.
+        """
+        texts, own = (raw_cell, *getattr(self.shell.history_manager, "input_hist_raw", ())), own_modules()
+        if not any(map(_may_write_unseen, texts)) and not any(_file_may_write_unseen(one.__file__) for one in own):
             return False
-        return unseen_write(read(cells_until(self.shell, self.shell.execution_count, raw_cell))) is not None
+        cells = cells_until(self.shell, self.shell.execution_count, raw_cell)
+        return unseen_write(read(with_modules(cells, own))) is not None
 
     def _expire(self, transaction: Any, result: Any) -> None:
         """Let go of a case that can no longer be retried or undone, because a later cell may have moved the state."""

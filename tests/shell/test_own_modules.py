@@ -80,6 +80,16 @@ def test_the_loop_of_a_module_is_healed_as_the_changed_file_would_run(
     assert ready.value(CODE) == fresh.value(CODE)
 
 
+def test_a_module_that_gives_tensors_other_memory_is_taken_back(ready: Kernel, tmp_path: Path) -> None:
+    update = "def update(mean, new):\n    for one, other in zip(mean, new):\n        one.data = one.data + other.data\n"
+    (tmp_path / "average.py").write_text(update)
+    ready.run("import average, copy\nfrom train import fit\nmean, first = map(copy.deepcopy, [model] * 2)", ok=True)
+    ready.run("%oomdoctor auto exact", ok=True)
+    ready.run("average.update(mean.parameters(), model.parameters())\nfit(model, loader, optimizer, losses)", ok=True)
+    assert ready.value("__import__('oomdoctor').last_case().outcome.state.value") == "clean"
+    assert ready.value("all(torch.equal(a, b + b) for a, b in zip(mean.parameters(), first.parameters()))")
+
+
 def test_undo_puts_the_functions_back(ready: Kernel, tmp_path: Path) -> None:
     ready.run("from train import fit; own = fit.__code__", ok=True)
     before = ready.value(PARAMETERS)
