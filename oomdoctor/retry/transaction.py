@@ -112,7 +112,7 @@ class Transaction:
 
     @contextmanager
     def unread(self) -> Iterator[None]:
-        """Stop the body where it opens a file to read, or to go on in, that a run of the cell has written before.
+        """Stop the body where it opens a file to read that a run of the cell has written before.
 
         The cell itself has not found that file as it is now. Existence alone is not looked at, nor what opens files
         past Python, nor the caches of libraries.
@@ -127,7 +127,7 @@ class Transaction:
         )
 
         def guarded(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if "w" not in mode and "x" not in mode and not isinstance(file, int):
+            if ("r" in mode or "+" in mode) and "w" not in mode and not isinstance(file, int):
                 try:
                     path = Path(os.fsdecode(file)).resolve()
                     told = path.stat()

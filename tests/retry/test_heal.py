@@ -100,7 +100,7 @@ def test_a_program_that_resets_the_peak_does_not_hide_it() -> None:
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-@pytest.mark.parametrize("mode", ["r", "a", "r+b"])
+@pytest.mark.parametrize("mode", ["r", "a+", "r+b"])
 def test_what_the_failed_run_has_written_is_not_read(
     mode: str, swallows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
