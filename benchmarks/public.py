@@ -6,10 +6,12 @@ rightly, and ``# engineer:`` what one would change by hand. Then its cells, each
 import, below ``# %% module NAME.py``; the cell that trains is below ``# %% fails``.
 
 Each program runs in three Jupyter kernels, on the simulated device, with one thread:
-    * with memory to spare: what the training needs and how long it takes;
-    * with what was there before the training cell and 65 % of what that cell adds to it, under
+    * with memory to spare: what of the device the training takes, blocks that the allocator keeps included, and how
+      long it takes;
+    * with what the device held before the training cell and 65 % of what that cell adds to it, under
       ``%oomdoctor auto exact`` with all other settings as they are: whether the cell is healed, by what and in how many
-      attempts, and how long all of it takes, the failed run and the forecasts included;
+      attempts, and how long all of it takes, the failed run and the forecasts included; a tenth less where it
+      does not fail, as the allocator does with less than it takes;
     * the changed program, with memory to spare: whether it leaves what the healed one left, bit for bit.
 Beside it stands how far that is from what the unchanged program leaves: the largest difference of a number, as a share
 of the largest of its tensor. Time goes on: a training that is told to last long is far apart by rounding alone.
@@ -94,6 +96,7 @@ class Row:
 
     unit: Unit
     need: int = 0
+    size: int = 0
     held: int = 0
     plain_s: float = 0.0
     healed_s: float = 0.0
@@ -139,21 +142,22 @@ def simulate(size: int) -> None:
 
 
 def sizes() -> tuple[int, int]:
-    """Return the allocated bytes and their peak on the simulated device."""
+    """Return the bytes that the simulated device holds, and their peak, with the allocator's unused ones."""
     from oomdoctor.allocator import virtual
 
     device = virtual.active()
     assert device is not None
     read = device.read()
-    return int(read.allocated), int(read.peak_allocated)  # type: ignore[arg-type]  # as any device simulated tells them
+    return int(read.reserved), int(read.peak_reserved)  # type: ignore[arg-type]  # as any device simulated tells them
 
 
-def last() -> dict[str, Any]:
-    """Return what is told of the last failure."""
+def last() -> dict[str, Any] | None:
+    """Return what is told of the last failure, None where there was none."""
     import oomdoctor
 
     case = oomdoctor.last_case()
-    assert case is not None, "no failure was diagnosed"
+    if case is None:
+        return None
     chosen = [one for one in case.plan.candidates if one.label in case.outcome.fixes]
     edits = [(edit.cell, edit.after, edit.file) for edit in getattr(chosen[0].patch if chosen else None, "edits", ())]
     return {
@@ -257,19 +261,12 @@ def measured(unit: Unit, logs: Path) -> Row:
     """Run one program in its three kernels."""
     row = Row(unit=unit)
     row.held, row.need, row.plain_s, plain = whole(unit, unit.cells, unit.modules, logs / f"{unit.name}.plain")
-    size = row.held + int(CAP * (row.need - row.held))
-    with notebook(unit.modules, logs / f"{unit.name}.healed") as one:
-        one.run("%oomdoctor auto exact")
-        for at, cell in enumerate(unit.cells):
-            if at == unit.fails:
-                one.kernel.value(f"{HERE}.simulate({size})")
-            reply, took_s = one.run(cell)
-            if at == unit.fails:
-                row.healed_s, told = took_s, one.kernel.value(f"{HERE}.last()")
-                if told["outcome"] != "healed":
-                    break
-            assert reply.status == "ok", f"{unit.name}, cell {at + 1}: {reply.text[-800:]}"
-        left = one.leaves()
+    row.size, told = row.held + int(CAP * (row.need - row.held)), None
+    while told is None:
+        with notebook(unit.modules, logs / f"{unit.name}.healed") as one:
+            told = capped(one, row)
+            left = one.leaves() if told is not None and told["outcome"] == "healed" else {}
+        row.size -= 0 if told is not None else row.size // 10
     edits = told.pop("edits")
     row.outcome = told.pop("outcome") if told["state"] != "unverified" else f"{told.pop('outcome')}, unverified"
     row.where = told.pop("why") if not row.is_healed else ""
@@ -286,6 +283,21 @@ def measured(unit: Unit, logs: Path) -> Row:
         row.is_as_changed, row.where = _same(left, changed)
         row.apart = _apart(left, plain)
     return row
+
+
+def capped(one: Notebook, row: Row) -> dict[str, Any] | None:
+    """Run the program on a device of ``row.size``; return what is told of its failure, None where it has not failed."""
+    one.run("%oomdoctor auto exact")
+    for at, cell in enumerate(row.unit.cells):
+        if at == row.unit.fails:
+            one.kernel.value(f"{HERE}.simulate({row.size})")
+        reply, took_s = one.run(cell)
+        if at == row.unit.fails:
+            row.healed_s, told = took_s, one.kernel.value(f"{HERE}.last()")
+            if told is None or told["outcome"] != "healed":
+                return told
+        assert reply.status == "ok", f"{row.unit.name}, cell {at + 1}: {reply.text[-800:]}"
+    return told
 
 
 def _module_of(file: str, modules: dict[str, str]) -> str:
@@ -326,7 +338,7 @@ def told(row: Row) -> Iterator[str]:
     yield f"{unit.name}: {row.outcome}" + (f" by {row.fix}" if row.fix else "")
     yield f"  source    {unit.source}"
     yield f"  adapted   {unit.adapted}"
-    yield f"  memory    {row.held / mib:.1f} MiB before, {row.need / mib:.1f} MiB needed"
+    yield f"  memory    {row.held / mib:.1f} MiB before, {row.need / mib:.1f} MiB needed, {row.size / mib:.1f} MiB given"
     yield (
         f"  time      {row.plain_s:.1f} s with memory to spare, {row.healed_s:.1f} s healed; "
         f"without 3 s, x{row.ratio:.2f}; {row.attempts} attempts"

@@ -202,8 +202,9 @@ class _Place(NamedTuple):
 
 
 def _at_top(cells: Cells, path: str) -> _Place:
-    """Return the place right after a name of the notebook is bound, or first in the failing cell."""
+    """Return the place right after a name of the notebook is bound, by a function too, or first in the failing cell."""
     root = re.split(r"[.\[]", path, maxsplit=1)[0]
+    declared = m.Global(names=[m.ZeroOrMore(), m.NameItem(m.Name(root)), m.ZeroOrMore()])
     for cell in reversed(cells.beside(cells.failing).history):
         text = rewriting.read(cell.source)
         if isinstance(text, Refused):
@@ -211,6 +212,9 @@ def _at_top(cells: Cells, path: str) -> _Place:
         before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
         if (bound := last_binding(text, root, bound_before=before)) is not None:
             return _Place(cell, text, bound.whole)
+        functions = [one for one in rewriting.within(text.module, cst.FunctionDef) if m.findall(one, declared)]
+        if lines := [line for one in functions for line in _binding(one, root)]:
+            return _Place(cell, text, lines[-1], in_function=True)
     return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
 
 
@@ -224,13 +228,17 @@ def _in_function(cells: Cells, model: ModelFacts) -> _Place:
     if not found or not isinstance(found[-1].body, cst.IndentedBlock):
         raise Unfit(f"where {cell} makes `{model.path}` was not found")
     body: Any = found[-1].body.body
-    target = m.AssignTarget(target=m.Name(root)) | m.AnnAssign(target=m.Name(root))
-    lines = rewriting.within(found[-1].body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
-    bound = [line for line in lines if m.findall(line, target)]
-    if bound:
+    if bound := _binding(found[-1], root):
         return _Place(cell, text, bound[-1], in_function=True)
     at = 1 if found[-1].get_docstring() is not None and len(body) > 1 else 0
     return _Place(cell, text, body[at], is_after=False, in_function=True)
+
+
+def _binding(function: cst.FunctionDef, name: str) -> list[cst.SimpleStatementLine]:
+    """Return the lines of a function that assign to a name."""
+    target = m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))
+    lines = rewriting.within(function.body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
+    return [line for line in lines if m.findall(line, target)]
 
 
 def _recomputes(cells: Cells) -> bool:

@@ -118,6 +118,15 @@ def test_patches_in_the_failing_cell_where_it_makes_the_model_or_nothing_known_d
     assert 'recompute(model, "blocks.0", "blocks.2", "blocks.4")' in elsewhere.edits[0].after
 
 
+def test_a_name_of_the_notebook_that_a_function_binds_is_marked_in_that_function() -> None:
+    main = "def main():\n    global a, model\n    model = Net().train()\n    fit()\n"
+    made = patch(live.cells_of("a = 1", main, "main()"), FACTS, ALL)
+    assert isinstance(made, Patch)
+    (edit,) = made.edits
+    assert edit.cell == 2
+    assert '    model = Net().train()\n    recompute(model, "blocks.*")\n    fit()\n' in edit.after
+
+
 def test_takes_another_name_where_the_cells_have_theirs_and_marks_several_models() -> None:
     source = "recompute = 3\nactor, critic = Net(), Net()\n"
     facts = live.evidence(*(live.model_facts(path, segments=PARTS) for path in ("actor", "critic")))
