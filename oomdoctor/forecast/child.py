@@ -187,7 +187,7 @@ def run(
             settings = allocator_settings(session.accelerator)
         codes = [_compiled(text, session.shell, _EARLIER) for text in attempt.replays]
         codes.append(_compiled(attempt.source, session.shell, CELL))
-        with _time_limit(time_s):
+        with _time_limit(time_s, is_enough=lambda: pace.rests and _is_steady(tracker.ledger, pace)):
             _put_in_place(session, start, tracker, pace)
             if calls is not None:
                 calls.follow(session.modules)
@@ -195,8 +195,9 @@ def run(
             is_left = False
     except OutOfTime:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
-        if not _is_steady(tracker.ledger, pace):
+        if pace.trains or not (pace.has_trained or _is_steady(tracker.ledger, pace)):
             return no_reading(OUT_OF_TIME)
+        pace.is_partial, left_early = True, not _is_steady(tracker.ledger, pace)
     except StopForecast:
         left_early = True
     except SystemExit:
@@ -298,21 +299,21 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
 
 
 class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
-    """Raises ``OutOfTime`` in this thread after so many seconds, again and again until it gets through."""
+    """Raises ``OutOfTime`` in this thread after so many seconds, or when it is enough, until it gets through."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, is_enough: Callable[[], bool]) -> None:
+        self._end, self._is_enough = time.monotonic() + seconds, is_enough
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGALRM, _expire)
-        signal.setitimer(signal.ITIMER_REAL, max(self._seconds, 0.01), _AGAIN_S)
+        signal.signal(signal.SIGALRM, self._look)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+
+    def _look(self, _number: int, _frame: Any) -> None:
+        if time.monotonic() >= self._end or self._is_enough():
+            raise OutOfTime
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _expire(_number: int, _frame: Any) -> None:
-    raise OutOfTime
 
 
 def _is_steady(ledger: Ledger, pace: Pace) -> bool:

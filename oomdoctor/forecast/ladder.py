@@ -39,6 +39,8 @@ class Part:
 
 Rung = tuple[Part, ...]
 """A dose of the whole change: a part for each of its fixes."""
+Supposed = tuple[Forecast, float] | None
+"""What the unchanged cell is supposed to need, and how much larger the activations are than those held."""
 
 
 class Search:
@@ -252,25 +254,27 @@ class Ladder:
                 return index
         return None
 
-    def settled(self, unchanged: Forecast, scale: float) -> tuple[int, Forecast]:
+    def settled(self, unchanged: Forecast, scale: float, supposed: Supposed) -> tuple[int, Forecast]:
         """Return the dose to offer, and its price: the mildest that fits, the strongest where none is known to.
 
         Where no more is known of the unchanged cell than the least that it needs, an estimate cannot tell which dose is
-        enough, and a retry that fails costs more than one that is too slow: the strongest is offered then.
+        enough. A retry that fails costs much, and so does one that is too slow: it goes by what is ``supposed`` then,
+        and is the strongest where nothing is.
         """
         if self.search.found is not None:
             return self.search.found, self.told[self.search.found]
         if self.search.over and self.told and self.why is None:
             strongest = max(self.told)
             return strongest, self.told[strongest]
-        index = self._pointed(unchanged, scale)
+        index = self._pointed(unchanged, scale, supposed)
         while index and isinstance(self.attempt(index), Refused):
-            index = self._pointed(unchanged, scale)
+            index = self._pointed(unchanged, scale, supposed)
         return index, self.told.get(index) or self.estimate(index, unchanged, scale)
 
-    def _pointed(self, unchanged: Forecast, scale: float) -> int:
+    def _pointed(self, unchanged: Forecast, scale: float, supposed: Supposed) -> int:
         """Return the dose that its estimate speaks for, the strongest where none does."""
-        pointed = None if unchanged.at_least else self.points_at(self.search.open, unchanged, scale)
+        known = supposed if unchanged.at_least else (unchanged, scale)
+        pointed = None if known is None else self.points_at(self.search.open, *known)
         return (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
 
     # What is offered --------------------------------------------------------------------------------------------

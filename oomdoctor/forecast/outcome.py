@@ -60,7 +60,8 @@ def reading_of(
 
     Args:
         settings: those of the caching allocator.
-        is_left: whether the cell was left before its end; ``left_early``: by a library, in its training.
+        is_left: whether the cell was left before its end; ``left_early``: while more was needed after its
+            training, or by a library in it.
         failure: what it failed with because a loop was cut, None where it did not.
         budget: bytes that there are, None where it is not known.
         cached: whether a caching allocator stands between the tensors and the device.
@@ -106,7 +107,7 @@ def reading_of(
         "at the most that values may decide": is_bound,
         "at the most, as if no deque and no cycle were ever full": pace.is_counted_on,
         "may be larger in steps that were not seen": pace.is_partial,
-        "what comes after the training of a library is not seen": left_early,
+        "what comes after the training is not seen": left_early,
     }
     forecast = Forecast(
         basis=", ".join([BASIS, *(note for note, holds in notes.items() if holds)]),

@@ -44,6 +44,8 @@ _MOST_UNLIKE_KNOWN: Final = 8
 loop goes over, and so which step is the largest."""
 _UNLIKE: Final = 0.005
 """Share of the bytes that a step allocates from which on such sizes matter."""
+_RESTS_S: Final = 0.5
+"""Time that code after a training is followed at least; it gets half as long as the training took to be seen."""
 _FEW_MORE: Final = 2
 """Iterations that tell whether memory that rises goes on to rise: tuples of ``zip`` keep every other batch."""
 
@@ -126,6 +128,7 @@ class Pace:
         self._trained_on: set[int] = set()
         self._first: Loop | None = None
         self._depth = 0
+        self._began, self._rests_from = time.monotonic(), math.inf
         self.fills_up: Callable[[], bool] | None = None
         self.is_counted_on = False
         self.piled: Piled | None = None
@@ -136,6 +139,11 @@ class Pace:
     def trains(self) -> bool:
         """Whether there is an optimizer that may yet step, and no training was followed to its steady state."""
         return self.optimizers > 0 and not self.has_trained
+
+    @property
+    def rests(self) -> bool:
+        """Whether no backward pass has come since a training was seen, for half as long as that took."""
+        return time.monotonic() - self._rests_from > max((self._rests_from - self._began) / 2, _RESTS_S)
 
     @property
     def share(self) -> float:
@@ -174,6 +182,7 @@ class Pace:
         self._depth -= 1
         if self._depth:
             return
+        self._rests_from = math.inf
         for loop in self._running:
             loop.backwards += 1
         if not self.optimizers and self._asker() is Asker.LIBRARY:
@@ -235,7 +244,7 @@ class Pace:
 
     def _is_seen(self, loop: Loop) -> bool:
         if _is_steady(loop.steps):
-            self.has_trained = True
+            self.has_trained, self._rests_from = True, min(self._rests_from, time.monotonic())
             if self._rises(loop):
                 loop.more += 1
                 return False

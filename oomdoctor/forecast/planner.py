@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
-from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, taken_at_its_word
+from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, Supposed, taken_at_its_word
 from oomdoctor.forecast.layout import allocator_settings
 from oomdoctor.forecast.reading import Reading, late
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.session import Attempt, Session
 
@@ -39,6 +39,10 @@ _SAVES: Final = 0.98
 """A fix that leaves more than this share of the peak is none to put beside another."""
 _UNCHANGED_UNSEEN: Final = 0.3
 """How far off a forecast of a changed cell is taken to be where the unchanged one could not be forecast."""
+_PASSES: Final = 2
+"""How many times what passed when it failed is supposed to pass, where no shadow run tells it."""
+_KEPT: Final = 4
+"""How many times its parameters a training is supposed to keep: with gradients and the two states of Adam."""
 _PAIRED: Final = 4
 """So many of the fixes that save most are put together by twos."""
 
@@ -111,9 +115,9 @@ class Planner:
     def plan(self) -> Plan:
         """Return the plan by what is known."""
         unchanged = self._unchanged or self.least(PENDING)
-        scale = self._scale(unchanged)
+        scale, supposed = self._scale(unchanged), self._supposed(unchanged)
         offered = [
-            ladder.candidate(*ladder.settled(unchanged, scale))
+            ladder.candidate(*ladder.settled(unchanged, scale, supposed))
             for ladder in self._ladders
             if ladder.refused is None and (ladder.is_single or ladder.search.found is not None)
         ]
@@ -164,9 +168,10 @@ class Planner:
         """Return what to forecast next: of the change that is likeliest to be the best, what its search asks."""
         unchanged = self._unchanged or self.least(PENDING)
         scale = self._scale(unchanged)
+        known = self._supposed(unchanged) or (unchanged, scale)
         while True:
             for ladder in sorted(self._ladders, key=lambda one: self._promise(one, unchanged, scale)):
-                if not self._is_settled(ladder) and (asked := ladder.ask(unchanged, scale)) is not None:
+                if not self._is_settled(ladder) and (asked := ladder.ask(*known)) is not None:
                     return ladder, *asked
             if not self._pair_up(unchanged):
                 return None
@@ -175,7 +180,14 @@ class Planner:
         """Return whether a change that keeps the results was seen to fit in its mildest dose, and no leak is open."""
         keeping = [one for one in self._ladders if one.effect in KEEPING]
         is_leak_open = any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping)
-        return not is_leak_open and any(one.search.over and one.search.found is not None for one in keeping)
+        return not is_leak_open and any(one.search.found is not None and self._is_mildest(one) for one in keeping)
+
+    def _is_mildest(self, ladder: Ladder) -> bool:
+        """Return whether the dose that was found to fit is the mildest that does, for all that is known."""
+        unchanged = self._unchanged
+        if ladder.search.over or unchanged is None:
+            return ladder.search.over
+        return ladder.points_at(ladder.search.open, unchanged, self._scale(unchanged)) is None
 
     def _is_settled(self, ladder: Ladder) -> bool:
         is_early = self._unchanged is None and any(part.fix.is_measured for part in ladder.rungs[0])
@@ -188,7 +200,7 @@ class Planner:
         """Order by what may be enough and keeps the results, then as the plan ranks what is known."""
         if ladder.refused is not None:
             return (True,)
-        candidate = ladder.candidate(*ladder.settled(unchanged, scale))
+        candidate = ladder.candidate(*ladder.settled(unchanged, scale, None))
         may_do = taken_at_its_word(candidate.forecast, 0.0).fits is not False
         is_first = may_do and (candidate.effect in KEEPING or self._frees_leak(candidate))
         return (not is_first, *self._rank(candidate), ladder.place)
@@ -285,7 +297,7 @@ class Planner:
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
             forecast = replace(told, slowdown=forecast.slowdown)
         ladder.told[index] = forecast
-        # What comes after the training of a library is not seen with any dose.
+        # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
         ladder.search.answer(fits=seen.verdict is Verdict.FITS)
 
@@ -328,14 +340,32 @@ class Planner:
             refused=why,
         )
 
+    def _supposed(self, unchanged: Forecast) -> Supposed:
+        """Return what is supposed to be needed, and its scale, where no shadow run tells more than the least.
+
+        What was there when it failed was full, by gaps as well.
+        """
+        allocated = self._evidence.device.allocated
+        if not unchanged.refused or unchanged.peak is None or isinstance(allocated, Unavailable) or self._is_blind:
+            return None
+        bytes_of = self._evidence.census.bytes_of
+        stays = max(allocated - self._seen + (self._incident.requested or 0), 0)
+        passing = _PASSES * (max(unchanged.peak, self._budget or 0) - stays)
+        stays += max(_KEPT * bytes_of(Role.PARAMETER) - sum(map(bytes_of, LASTING)), 0)
+        return replace(unchanged, peak=stays + passing, at_least=False), passing / max(self._seen, 1)
+
+    @property
+    def _seen(self) -> int:
+        """Bytes that estimates are made of: activations and batch that were held, and what was asked for."""
+        bytes_of = self._evidence.census.bytes_of
+        return bytes_of(Role.ACTIVATION) + bytes_of(Role.BATCH) + (self._incident.requested or 0)
+
     def _scale(self, unchanged: Forecast) -> float:
         """Return how much larger the activations at the peak are than those held and asked for at the failure."""
-        census, allocated = self._evidence.census, self._evidence.device.allocated
-        passing = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.BATCH)
-        seen = passing + (self._incident.requested or 0)
+        allocated, seen = self._evidence.device.allocated, self._seen
         if unchanged.peak is None or isinstance(allocated, Unavailable) or not seen:
             return 1.0
-        return max(1.0, (unchanged.peak - allocated + passing) / seen)
+        return max(1.0, (unchanged.peak - allocated + seen - (self._incident.requested or 0)) / seen)
 
 
 def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:

@@ -22,7 +22,7 @@ class Reading:
     Attributes:
         forecast: its numbers, or why there are none.
         cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
-        left_early: whether a library was left in its training, so that what comes after it was not seen.
+        left_early: whether what comes after the training was not seen, or not to its end.
         modules: what the forward of each module keeps; of the unchanged cell alone.
         is_unfit: whether there are no numbers because the change found itself unfit for the cell.
         breaks: whether there are none because the code failed, by nothing that only a shadow run has.

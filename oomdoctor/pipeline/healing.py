@@ -150,7 +150,7 @@ def _following(
         terms: dict[str, Any] = {"time_budget_s": time_budget_s, "reserve": 0, "is_hurried": True}
         priced = plan(found, changed, transaction.restore, **terms)
         more: list[Choice] = []
-        for one in admitted(priced, "exact"):
+        for one in (dose for fit in admitted(priced, "exact") for dose in (fit, *_stronger(fit))):
             if one.fix in candidate.answers_to or one.parts or len(more) == _FOLLOWING:
                 continue
             both = _besides(candidate, one)
@@ -209,9 +209,10 @@ def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[
 
 
 def _stronger(candidate: Candidate) -> list[Candidate]:
-    """Return the candidate in its stronger doses; two fixes together have none."""
+    """Return the candidate in every other of its stronger doses; two fixes together have none."""
+    steps = [one for at, one in enumerate(candidate.stronger, 1) if at % 2 == 0 or at == len(candidate.stronger)]
     unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-    return [replace(candidate, dose=one.dose, caveat=one.caveat, forecast=unpriced) for one in candidate.stronger]
+    return [replace(candidate, dose=one.dose, caveat=one.caveat, forecast=unpriced) for one in steps]
 
 
 def _with(plan: Plan, made: Candidate | None) -> Plan:

@@ -1,5 +1,7 @@
 """What a forecast did not see, or saw otherwise than it will be, it says; and then nothing is said to fit."""
 
+import time
+
 import pytest
 import torch
 from forecast_lab import forecast, mlp, namespace
@@ -34,6 +36,35 @@ def fit(steps):
         optimizer.step()
 torch, keep["fit"] = keep["torch"], fit
 """
+TRAINED = """
+model = torch.nn.Linear(512, 512)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(50):
+    optimizer.zero_grad()
+    model(torch.ones(4096, 512)).sum().backward()
+    optimizer.step()
+sample, drawn = torch.ones(1, 512), []
+while True:
+    sample = torch.relu(sample @ model.weight.detach())
+    {kept}
+"""
+
+
+def test_what_goes_on_for_long_after_a_training_is_not_waited_for():
+    begun = time.monotonic()
+    found = forecast({"torch": torch}, TRAINED.format(kept=""), timeout_s=100.0)
+    assert time.monotonic() - begun < 50.0
+    assert found.peak > 2 * (4096 * 512 * 4)
+    assert found.peak_line == 6
+    assert not found.at_least
+    assert "may be larger in steps that were not seen" in found.basis
+
+
+def test_where_it_needs_more_and_more_the_training_is_the_least():
+    found = forecast({"torch": torch}, TRAINED.format(kept="drawn.append(torch.ones(1 << 20))"), timeout_s=6.0)
+    assert found.peak > 2 * (4096 * 512 * 4)
+    assert found.at_least
+    assert "what comes after the training is not seen" in found.basis
 
 
 def test_what_is_compiled_is_said_to_count_as_if_it_were_not():

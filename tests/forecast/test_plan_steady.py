@@ -125,6 +125,17 @@ def test_where_only_the_least_is_known_the_strongest_dose_is_offered_as_unknown(
     assert found.dose["strength"] == 5
 
 
+def test_where_no_shadow_run_tells_what_is_needed_the_dose_leaves_room_for_as_much_again():
+    # Twice as much is supposed as was held, or as there was; the estimate is taken to be off by a third.
+    saves = [part * MIB for part in (20, 44, 52, 58, 62, 64)]
+    ladder = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6], saves=saves)
+    for budget, strength in ((100, 1), (40, 2), (10, 4), (2, 5)):
+        terms = {"budget": budget * MIB, "prepare": nothing, "time_budget_s": 0.0}
+        (found,) = make_plan(program(), INCIDENT, evidence(63 * MIB), [ladder], **terms).candidates
+        assert found.dose["strength"] == strength, budget
+        assert found.forecast.verdict is Verdict.UNKNOWN
+
+
 class Unfit:
     def __init__(self, least):
         self.least = least
