@@ -7,6 +7,7 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Container, Iterable, Mapping
@@ -21,6 +22,7 @@ from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, ReplicaFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells, Standing
+from oomdoctor.model.site import Site
 from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
@@ -82,12 +84,13 @@ def facts(
     at_top = bound_names(cells.failing.source).difference(namespace)
     own = {name: own_names(value) for name, value in namespace.items()}
     top = {} if line is None else {(cells.failing.number, line): Standing(at_top, own)}
+    ahead = unreached(program, line, running, {**(standing or {}), **top})
     repetition = not_repeatable(
         program,
         lambda name: _home(live.get(name)),
         {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
         under,
-        unreached(program, line, running, {**(standing or {}), **top}),
+        ahead,
         is_kept=is_kept,
     )
     loops = training_loops(program, kinds, line, running)
@@ -103,6 +106,13 @@ def facts(
         line=line,
     )
     practices = detectors or {}
+    late = {
+        (scope.cell, node.lineno)
+        for scope in (program.running if ahead else ())
+        for one in scope.body
+        for node in ast.walk(one)
+        if id(node) in ahead and isinstance(node, ast.stmt)
+    }
     met = {detect: detect(program, objects) for detect in practices.values()}  # several fixes may mend one practice
     return CodeFacts(
         failing_cell=cells.failing.number,
@@ -129,7 +139,30 @@ def facts(
         reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
         trainers=trainers(program, under, passed, modules, loaders, loops),
         **_setup.told(program, under, modules, loaders, loaded, line),
-        sites={fix: met[detect] for fix, detect in practices.items() if met[detect]},
+        sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
+    )
+
+
+def _timed(
+    fix: str, sites: tuple[Site, ...], late: Container[tuple[int, int]], running: Iterable[tuple[int, int]]
+) -> tuple[Site, ...]:
+    """Return sites with whether what they make may take memory by now.
+
+    A forward that nothing is differentiated of lets go of what it saved when it ends.
+
+    Args:
+        late: ``(cell, line)`` of all that was not reached.
+    """
+    return tuple(
+        replace(one, holds=False)
+        if (one.cell, one.line) in late
+        or (
+            fix == _UNDIFFERENTIATED
+            and running
+            and not any(cell == one.cell and one.line <= at <= one.end_line for cell, at in running)
+        )
+        else one
+        for one in sites
     )
 
 
@@ -154,6 +187,7 @@ def _home(value: object) -> tuple[str, ...]:
     return ()
 
 
+_UNDIFFERENTIATED: Final = "no_grad_eval"
 _RECURRENT: Final = ("LSTM", "GRU", "RNN")
 """Layers that oneDNN has no kernel in bfloat16 for on some processors."""
 _FAILED: Final = "it failed"

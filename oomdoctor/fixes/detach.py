@@ -133,7 +133,7 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
             return (site("idle" if is_idle else "carried", scope, kept, _fed_back(kept)),)
     for scope, one in every:
         if _is_carried(one, one.loops[-1]):
-            lines = {line for number, line, _ in idle() if number == scope.cell}
+            lines = {line for number, line, *_ in idle() if number == scope.cell}
             around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
             if any(node.lineno <= one.node.lineno <= (node.end_lineno or 0) for node in around):
                 return (site("idle", scope, one.node, _fed_back(one.node)),)

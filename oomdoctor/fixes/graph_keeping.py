@@ -179,8 +179,8 @@ def _detect_undifferentiated(program: Program, objects: Objects) -> tuple[Site, 
     kind = "trainable" if trainable else "idle"
     files = {scope.cell: scope.file for scope in program.scopes}
     return tuple(
-        Site(kind=kind, cell=cell, line=line, end_line=line, text=text, names=kept, file=files[cell])
-        for cell, line, text in places
+        Site(kind=kind, cell=cell, line=line, end_line=end, text=text, names=kept, file=files[cell])
+        for cell, line, end, text in places
     )
 
 

@@ -16,6 +16,7 @@ class Site:
         text: source text on one line, cut where it is long.
         names: what else its fix has to know of it: names and expressions.
         file: the file that it stands in, None in a cell.
+        holds: whether what it makes may take memory: not before it is reached, nor beside it while nothing keeps it.
     """
 
     kind: str
@@ -25,6 +26,7 @@ class Site:
     text: str
     names: tuple[str, ...] = ()
     file: str | None = None
+    holds: bool = True
 
     @property
     def where(self) -> str:

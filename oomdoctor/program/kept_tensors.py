@@ -210,12 +210,12 @@ _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
 _SPLIT: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)
 _DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-Place = tuple[int, int, str]
-"""Cell, line, and source text; of a loop its head."""
+Place = tuple[int, int, int, str]
+"""Cell, first and last line, and source text; of a loop its head."""
 
 
 def undifferentiated(program: Program, kinds: Mapping[str, str], line: int | None = None) -> tuple[Place, ...]:
-    """Return what runs a model with gradients on and of which nothing is differentiated, ``(cell, line, source text)``.
+    """Return what runs a model with gradients on and of which nothing is differentiated.
 
     The search goes from the failing line outwards in, so that an evaluation within an epoch is found beside the
     training. It goes into a function that gives nothing with a graph to whoever calls it; of another one it is the call
@@ -308,7 +308,7 @@ def _suspends(node: ast.stmt) -> bool:
 
 
 def _place(scope: Scope, node: ast.stmt) -> Place:
-    return scope.cell, node.lineno, short(ast.unparse(node).split("\n", 1)[0])
+    return scope.cell, node.lineno, node.end_lineno or node.lineno, short(ast.unparse(node).split("\n", 1)[0])
 
 
 def outliving(
@@ -319,11 +319,11 @@ def outliving(
     Args:
         program: the cells.
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
-        places: ``(cell, line, source text)`` of the code that is never differentiated.
+        places: of the code that is never differentiated.
     """
     graphs = Graphs(program, kinds, by_parts=True)
     kept, models = dict[str, None](), dict[str, None]()
-    for number, line, _ in places:
+    for number, line, *_ in places:
         for scope in (one for one in program.scopes if one.cell == number):
             nodes = (n for n in own_nodes(scope.body) if isinstance(n, ast.stmt) and not isinstance(n, _DEFINITIONS))
             if (node := next((one for one in nodes if one.lineno == line), None)) is not None:

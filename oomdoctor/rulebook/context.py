@@ -98,8 +98,10 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **_numbers("largest", "largest_count", "largest_last_dim", "largest_ndim", "activation_last_dim"),
         **_numbers("batch_ndim", "batch_last_dim"),
         **dict.fromkeys(("largest_is_square", "largest_is_logits", "activation_is_square"), bool),
-        # of the activations, what graphs hold; of all, what no name leads to
-        **_numbers("saved", "saved_ratio", "nameless", "nameless_ratio", "nameless_count"),
+        # of the activations, what graphs hold, and of that what names of the program lead to, beside running layers; of
+        # all, what no name leads to and what data sets hold; what the failed expression alone held
+        **_numbers("saved", "saved_ratio", "left", "left_ratio", "nameless", "nameless_ratio", "nameless_count"),
+        **_numbers("data_set", "data_set_ratio", "freed", "freed_ratio", "largest_ratio"),
         # of the parameters: what no name leads to, how many root modules have some, bytes of one number
         **_numbers("unnamed_parameter", "models", "parameter_bytes_each"),
     },
@@ -107,6 +109,8 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **_of(CodeFacts),
         **dict.fromkeys((*SITES, "optimizer", "stale"), str),
         **dict.fromkeys(("training", "evaluating", "accumulates", "foreach", "batch_norm"), bool),
+        # the failing line is of a training and ran with gradients on
+        "differentiated": bool,
         **_numbers("models", "parameter_bytes", "optimizers", "history_appends", "stepped_bytes", "most_classes"),
         # what the parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
         **_numbers("half_bytes", "int4_bytes", "adam_bytes"),

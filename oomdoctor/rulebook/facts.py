@@ -25,6 +25,7 @@ T = TypeVar("T")
 _TRAINS: Final = re.compile(r"[.](train|fit|fit_one_cycle|fine_tune|backward)[(]")
 _STEPS: Final = re.compile(r"torch[/\\](optim[/\\]|_tensor[.]py:\d+ backward|autograd[/\\].*backward)")
 """Training that no loop of the cells shows: a framework's trainer was called, or the failure stands in a step."""
+_OPTIMIZER: Final = re.compile(r"torch[/\\]optim[/\\]")
 
 
 def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
@@ -58,15 +59,40 @@ def complete(facts: Facts) -> Facts:
     device["elsewhere"] = _elsewhere(device)
     device["elsewhere_ratio"] = _share(device["elsewhere"], device.get("total"))
     device |= _card(incident, device)
-    whole = census.get("allocated") or _whole(census, device, host)
+    code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
+    whole = _number(census.get("allocated")) or _whole(census, device, host)
+    census["freed"], asked = (None, 0.0) if incident.get("on_host") else _of_running(incident, census, code)
+    whole = whole and whole + (_number(census["freed"]) or 0) + asked
     for role in Role:
         census[f"{role.value}_ratio"] = _share(census.get(role.value), whole)
-    census |= {f"{name}_ratio": _share(census.get(name), whole) for name in ("saved", "nameless")}
-    code = {**facts.get("code", {}), **_other_widths(facts.get("code", {}), census)}
+    names = "saved", "nameless", "freed", "largest", "data_set", "left"
+    census |= {f"{name}_ratio": _share(census.get(name), whole) for name in names}
+    if (activation := _number(census.get("activation"))) is not None:
+        running = activation + (_number(census["freed"]) or 0) + asked
+        census["activation_ratio"] = _share(running, whole)
     return {**facts, "incident": incident, "device": device, "census": census, "host": host, "code": code}
 
 
 _HOST: Final = "cpu"
+_LITTLE: Final = 0.05
+"""Of what is allocated: what a failed expression lets go of beside it is not told."""
+
+
+def _of_running(
+    incident: Mapping[str, Fact], census: Mapping[str, Fact], code: Mapping[str, Fact]
+) -> tuple[float | None, float]:
+    """Return what the step of a training has beside the activations found, before its optimizer steps.
+
+    What only the failed expression held is gone when the census is taken: the items of a list, the arguments of a call.
+    What is asked for is for an activation, or for its gradient.
+    """
+    if code.get("differentiated") is not True or _OPTIMIZER.search(str(incident.get("frame"))):
+        return None, 0.0
+    held, found = _number(incident.get("allocated")), _number(census.get("allocated"))
+    freed = held - found if held is not None and found is not None and held - found > _LITTLE * held else None
+    return freed, _number(incident.get("requested")) or 0.0
+
+
 _TOLD_SHARE: Final = 0.1
 """Of a limit on the host: what holds less of it is not what filled it."""
 _ROUNDING: Final = 1.01
@@ -252,8 +278,9 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
     return {
         **_plain(code, "code"),
-        **{name: str(site) if (site := code.first(fix)) else None for name, fix in SITES.items()},
+        **{name: next((str(one) for one in code.sites.get(fix, ()) if one.holds), None) for name, fix in SITES.items()},
         "training": bool(running) or _trains(incident),
+        "differentiated": not code.grad_disabled and (any(one.was_running for one in running) or _trains(incident)),
         "evaluating": bool(code.models) and not any(model.training for model in code.models),
         "accumulates": any(loop.accumulates for loop in running),
         "models": len(code.models),
@@ -285,6 +312,9 @@ _ITEM_BYTES: Final[Mapping[str, int]] = {
 }
 _NAMELESS: Final = "(no name leads here)"
 _GRAPH: Final = "→ graph"
+_OF_LAYER: Final = re.compile(r"local `[^`]*` of (forward|backward|_call_impl|_wrapped_call_impl) at ")
+_DATA_SET: Final = re.compile(r"[.](dataset|datasets|tensors)\b")
+"""What torch's ``DataLoader`` and its data sets call what they read."""
 _STEPPED: Final = ".param_groups["
 _DELETED: Final = re.compile(r"(?:^del |; del |, )([A-Za-z_]\w*)\b(?![.\[(])|del_var\(.(\w+).\)")
 
@@ -338,10 +368,13 @@ def _activations(census: Census) -> dict[str, Fact]:
     if not census.holdings:
         return {}
     activations = [one for one in census.holdings if one.role is Role.ACTIVATION]
+    graphs = [one for one in activations if one.path.endswith(_GRAPH)]
     nameless = [one for one in census.holdings if one.path.startswith(_NAMELESS)]
     square = [_is_square(one.shape) for one in activations if one.shape is not None]
     return {
-        "saved": sum(one.bytes for one in activations if one.path.endswith(_GRAPH)),
+        "saved": sum(one.bytes for one in graphs),
+        "left": sum(one.bytes for one in graphs if not _OF_LAYER.match(one.path)),
+        "data_set": sum(one.bytes for one in census.holdings if _DATA_SET.search(one.path)),
         "nameless": sum(one.bytes for one in nameless),
         "nameless_count": sum(one.count for one in nameless),
         "activation_is_square": any(square) if square else None,

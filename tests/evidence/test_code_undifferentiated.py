@@ -339,3 +339,13 @@ def test_a_name_that_the_next_step_may_still_read_keeps_its_gradients(steps: str
 )
 def test_gradients_are_seen_on_every_way_through(source: str) -> None:
     assert not [line for _, line, text in found(source) if "model(x)" in text or "for x" in text]
+
+
+def test_what_is_evaluated_takes_memory_only_while_it_runs() -> None:
+    cell = (
+        "for epoch in range(3):\n    for x in loader:\n        model(x).sum().backward()\n    print(model(x).mean())\n"
+    )
+    cells = Cells(history=(Cell(number=1, source=cell),))
+    for line, holds in ((3, False), (4, True)):
+        (found,) = facts(cells, LIVE, line=line, running=((1, line),)).sites["no_grad_eval"]
+        assert (found.line, found.holds) == (4, holds)
