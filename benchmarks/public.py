@@ -338,7 +338,8 @@ def told(row: Row) -> Iterator[str]:
     yield f"{unit.name}: {row.outcome}" + (f" by {row.fix}" if row.fix else "")
     yield f"  source    {unit.source}"
     yield f"  adapted   {unit.adapted}"
-    yield f"  memory    {row.held / mib:.1f} MiB before, {row.need / mib:.1f} MiB needed, {row.size / mib:.1f} MiB given"
+    before, needed, given = (f"{size / mib:.1f} MiB" for size in (row.held, row.need, row.size))
+    yield f"  memory    {before} before, {needed} needed, {given} given"
     yield (
         f"  time      {row.plain_s:.1f} s with memory to spare, {row.healed_s:.1f} s healed; "
         f"without 3 s, x{row.ratio:.2f}; {row.attempts} attempts"
