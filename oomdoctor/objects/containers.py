@@ -170,7 +170,22 @@ def weak(value: Any) -> Any:
         return value
 
 
-class Unbegun:
+class Remade:
+    """A value that may be made anew where it is gone, or is not as it was."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """Return what stands for it now, ``GONE`` if there is nothing."""
+        raise NotImplementedError
+
+    def revive(self, memo: dict[int, Any] | None) -> Any:
+        """Return it as it was, made anew if it must be; ``memo`` has what was brought back so far."""
+        del memo
+        return self.get()
+
+
+class Unbegun(Remade):
     """A generator that has not begun: it can be made anew from its code and its arguments.
 
     Where it was advanced, the containers and objects that held it are given another one; so nothing else may hold it.
@@ -196,7 +211,7 @@ class Unbegun:
         return self._weak.get()
 
     def revive(self, memo: dict[int, Any] | None) -> Any:
-        """Return it as it was, made anew if it has begun; ``memo`` has what was brought back so far."""
+        """Return it as it was, made anew if it has begun."""
         value = self.get()
         if memo is None or is_unbegun(value):
             return value
@@ -238,7 +253,7 @@ def is_small_array(value: Any) -> bool:
 
 def living(held: Any) -> Any:
     """Return the value that is held weakly or as it is, ``GONE`` if it died."""
-    return held.get() if type(held) is Weak or type(held) is Unbegun else held
+    return held.get() if isinstance(held, Weak | Remade) else held
 
 
 class Recipe:
@@ -276,7 +291,7 @@ class Recipe:
     def is_heavy(self) -> bool:
         """Whether holding the container would keep something heavy alive."""
         return any(
-            type(held) in (Weak, Unbegun)
+            isinstance(held, Weak | Remade)
             or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
             for held in chain(self.keys, self.values)
         )
@@ -302,7 +317,7 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
     """
     if type(held) is Weak:
         return held.get()
-    if type(held) is Unbegun:
+    if isinstance(held, Remade):
         return held.revive(memo)
     if type(held) is not Recipe:
         return held

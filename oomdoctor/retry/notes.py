@@ -160,6 +160,9 @@ def _note_attributes(shape: Shape, value: Any, path: str, kind: Kind, held: Any,
             else shape.hold(item, f"{path}.{name}", depth - 1)
             for name, item in items
         ]
+        for at, (name, item) in enumerate(items) if has_tables else ():
+            if kind_of(type(item)) is Kind.TENSOR and item.grad_fn is not None:
+                recipe.values[at] = shape.vault().await_computed(item, f"{path}.{name}")
     if not is_installed(module_of(cls)):
         note_class(shape, cls, cls.__qualname__, depth)
     return recipe

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.objects.alive import keep_apart
-from oomdoctor.objects.containers import GONE, living, weak
+from oomdoctor.objects.containers import GONE, Remade, living, weak
 from oomdoctor.objects.kinds import plain_dict
 
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -64,6 +64,28 @@ class Watched:
     def has_moved(self, tensor: torch.Tensor) -> bool:
         """Return whether the contents are on another device, as ``Module.to`` takes them there."""
         return tensor.device != self.device and tensor.dtype == self.dtype and not tensor.is_meta
+
+
+class Computed(Remade):
+    """A tensor that a module has as a plain attribute and makes of its parameters, as ``weight_norm`` does.
+
+    Each forward makes another one. Where this one is gone, its copy stands for it, which has no graph.
+    """
+
+    __slots__ = ("_made", "_watched")
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._made: torch.Tensor | None = None
+
+    def get(self) -> Any:
+        """Return the tensor, or its copy on its device."""
+        tensor, copy = self._watched.ref(), self._watched.copy
+        if tensor is None and self._made is None and copy is not None:
+            with outside_modes():
+                self._made = copy.to(self._watched.device, copy=True)
+        made = self._made if tensor is None else tensor
+        return GONE if made is None else made
 
 
 def _hooks(tensor: Any) -> Iterator[dict[int, Any]]:
@@ -121,6 +143,12 @@ class TensorVault:
             watched = self.watch(gradient, f"{label}.grad")
             self._pinned.append(gradient)
         self._gradients.append((ref(tensor), watched))
+
+    def await_computed(self, tensor: torch.Tensor, label: str) -> Computed:
+        """Have a tensor that a forward may replace copied before the first one; return what holds it."""
+        watched = self.watch(tensor, label)
+        self._buffers.append(weak(tensor))
+        return Computed(watched)
 
     def await_buffers(self, buffers: Iterable[Any]) -> None:
         """Have the buffers of a module copied before the first forward, which may write to them."""

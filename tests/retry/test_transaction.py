@@ -393,6 +393,26 @@ def test_an_iterator_that_cannot_begin_again_is_told(setup: str) -> None:
     assert "advanced" in " ".join(transaction.losses())
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_each_forward_makes_anew_comes_back() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(
+        "model = nn.utils.weight_norm(nn.Linear(300, 300)); x = torch.randn(4, 300); model(x).sum().backward()",
+        namespace,
+    )
+    model, cell = namespace["model"], "optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()"
+    namespace["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, losses = model.weight.detach().clone(), []
+    transaction = Transaction(namespace, cell, lambda: 1 << 24)
+    for _ in range(2):
+        run(cell, namespace, transaction)
+        losses.append(model(namespace["x"]).sum().item())
+        assert transaction.losses() == ()
+        transaction.restore()
+        assert torch.equal(model.weight, before)
+    assert losses[0] == losses[1]
+
+
 AVERAGED = """
 for mean, new in zip(average.parameters(), model.parameters()):
     mean.data = mean.data * 0.9 + new.data * 0.1
