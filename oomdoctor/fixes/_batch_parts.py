@@ -92,8 +92,8 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _dim_of(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
-    """Return the dimension of the batch: ``dim``, or the other one of the first two, as of a recurrent state."""
-    dims = [dim, *([1 - dim] if tensor.ndim > 2 and dim in (0, 1) else [])]
+    """Return the dimension of the batch: ``dim``, or the other of the first two, as of a state or a mask of padding."""
+    dims = [dim, *([1 - dim] if tensor.ndim > 2 - dim and dim in (0, 1) else [])]
     return next((one for one in dims if tensor.ndim > one and tensor.shape[one] == rows), None)
 
 

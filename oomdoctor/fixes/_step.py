@@ -30,6 +30,7 @@ from oomdoctor.fixes._step_statements import (
     only_counted,
     order_of,
     reads_of,
+    selects,
     takes_out,
     units_of,
 )
@@ -251,7 +252,8 @@ class _Planner:
     def _with_graph(self) -> tuple[set[int], set[int]]:
         """Return those of them whose results have a graph, as they are made by a model or of what one has made.
 
-        And all statements that read such results, as a sum of losses does.
+        And all statements that read such results, as a sum of losses does. What is selected by a mask behind a model
+        has no rows any more: it is selected of each part.
         """
         names, found, looking = set[str](), set[int](), set[int]()
         for unit in self.units:
@@ -259,7 +261,8 @@ class _Planner:
             reads_graph = bool(reads_of(unit) & names)
             if reads_graph:
                 looking.add(id(unit))
-            if id(unit) in self.leading and not off and (reads_graph or self._split.makes_graph(unit)):
+            is_selected = bool(found) and selects(unit, self._split.batch)
+            if id(unit) in self.leading and not off and (reads_graph or is_selected or self._split.makes_graph(unit)):
                 found.add(id(unit))
                 names |= binds_of(unit)
         return found, looking
@@ -269,9 +272,8 @@ class _Planner:
         if not self._is_late and self._batch:
             return taken
         graph = [unit for unit in self.units if id(unit) in (self._graph or self.leading) - hoisted]
-        made = {name for unit in graph for name in bound(unit)}
-        given = (name for unit in graph for name in data_of(unit, self._batch))
-        return tuple(name for name in given if name not in made and name not in self._split.plain)
+        given, first = (name for unit in graph for name in data_of(unit, self._batch)), read_first(graph)
+        return tuple(name for name in given if name in first and name not in self._split.plain)
 
     def _made(self, hoisted: set[int]) -> tuple[str, ...]:
         """Return the names that statements make which were put before the parts."""

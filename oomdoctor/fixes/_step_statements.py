@@ -128,6 +128,12 @@ def makes_tensor(node: ast.stmt) -> bool:
     return isinstance(value, ast.Call) and called(value.func).partition(".")[0] == "torch"
 
 
+def selects(node: ast.stmt, indices: Collection[str]) -> bool:
+    """Tell whether a statement takes entries by a mask, which is none of ``indices``: positions of rows."""
+    value = node.value if isinstance(node, ast.Assign) else None
+    return isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name) and value.slice.id not in indices
+
+
 def counts_only(node: ast.stmt) -> bool:
     """Tell whether a statement binds a name to a size of a tensor."""
     value = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None

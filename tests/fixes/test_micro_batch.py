@@ -407,6 +407,28 @@ def test_a_loss_that_a_model_of_the_cells_takes_is_weighted_as_its_forward_says(
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
 
 
+def test_what_a_mask_selects_behind_the_model_is_selected_of_each_part() -> None:
+    selected = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = model(x)
+        mask = y != 3
+        y = y[mask]
+        loss = F.cross_entropy(out[mask], y, ignore_index=0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    """
+    made = patched(SETUP, selected, dose=PARTS | Dose.of(late=True))
+    assert isinstance(made, Patch), made
+    assert "(y[mask] != 0).sum()" in made.diff()
+    plain, split = program(), program()
+    run([SETUP_TEXT, textwrap.dedent(selected)], plain)
+    run(after(made, (SETUP, selected)), split)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+
+
 ACCUMULATING = """
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y) / 3
