@@ -60,12 +60,16 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
     terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
     terms["steps"] = {one.shape[1 - dim] for one in given}
-    for count in _counts(rows, parts):
+    counts = _counts(rows, parts)
+    while counts:
+        count = counts.pop(0)
         part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
         with draws.of(start, count):
             yield part if len(values) > 1 else part[0]
         draws.end()
         start += count
+        if not draws.has_drawn and start == count < rows:  # there are no draws to compare: parts may have a row each
+            counts = _even(rows - start, min(parts, rows) - 1)
     draws.leave()
     reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
     if reached:
@@ -133,10 +137,14 @@ def _counts(rows: int, parts: int) -> list[int]:
     Parts of one row each would leave nothing to compare: one fewer has a part of two.
     """
     parts = max(min(parts, rows - 1), 1)
-    counts = [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
+    counts = _even(rows, parts)
     if parts > 1 and counts[0] == counts[-1]:
         counts[0], counts[1] = counts[0] - 1, counts[1] + 1
     return counts
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
 
 
 def _generators(values: Any) -> list[torch.Generator]:
@@ -192,6 +200,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._host_ended) > 1:
             raise StateError("Python or NumPy draws another number of times for each part of the batch")
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a part has drawn anything."""
+        return bool(self._known)
+
     def leave(self) -> None:
         """Leave the generators as after the whole batch, though the last part may have drawn nothing."""
         _set_back(self._ended)
@@ -239,6 +252,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _batched(self, func: Any, shapes: _Shapes) -> dict[str, _Batched]:
         """Return which dimension of each size or tensor is the batch: by its size, or beside a part of another size."""
         if self._at == len(self._known):
+            if self._start and not self._known:
+                raise StateError(f"`{func}` draws something for a part of the batch, and the first part drew nothing")
             self._known.append((self._count, shapes, {name: self._guess(shape) for name, shape in shapes.items()}))
         count, known, guess = self._known[self._at]
         self._at += 1

@@ -64,7 +64,7 @@ _WEIGHTS: Final = tuple(Dose.of(weigh=over) for over in ("counted", "sum", "rows
 _LATE: Final = Dose.of(late=True)
 _WAYS: Final = (
     *(_LATE, Dose.of(draws=True), *_WEIGHTS, *(_LATE | one for one in _WEIGHTS)),
-    *(Dose.of(dim=dim) for dim in (0, 1)),
+    *(Dose.of(dim=0), Dose.of(dim=1), _LATE | Dose.of(dim=1)),
 )
 """What is made of the batch before the model is called may be of all of it; a forward may draw random numbers that no
 layer and no line of the loop shows; a part's loss may be a mean over the entries of its target that are not -100, or a

@@ -177,3 +177,8 @@ class Fix:
     leaves: tuple[str, ...] = ()
     ways: tuple[Dose, ...] = ()
     tolerance: float | None = None
+
+    def without_way(self, dose: Dose) -> Dose:
+        """Return a dose as it was proposed, whichever way it is written in."""
+        added = {name for way in self.ways for name, _ in way.values}
+        return Dose(tuple(value for value in dose.values if value[0] not in added))

@@ -361,7 +361,7 @@ class Checks:
 
         ways = {Dose(): (candidate.patch, choice.attempt)}
         for way in () if candidate.parts else fixes.get(candidate.fix).ways:
-            fix, dose = fixes.get(candidate.fix), candidate.dose | way
+            fix, dose = fixes.get(candidate.fix), fixes.get(candidate.fix).without_way(candidate.dose) | way
             patch, attempt = attempt_with(fix, dose, self.session, self.evidence)
             if isinstance(attempt, Attempt) and (patch, attempt) not in ways.values():
                 ways[way] = patch, attempt

@@ -237,7 +237,7 @@ def test_a_batch_is_cut_where_each_tensor_has_it_and_joined_again() -> None:
     flat, scale = torch.arange(24).view(4, 6), torch.randn(3)
     given = batch_parts(3, words, flat.view(-1), state, scale, np.arange(6), dim=1)
     parts = [(w, f.view(4, -1), s, same, rows) for w, f, s, same, rows in given]
-    assert [len(rows) for *_, rows in parts] == [1, 3, 2]
+    assert [len(rows) for *_, rows in parts] == [1, 2, 3]
     assert all(same is scale for _, _, _, same, _ in parts)
     assert torch.equal(torch.cat([f for _, f, *_ in parts], 1), flat)
     assert torch.equal(join_parts([w for w, *_ in parts]), words)
@@ -287,3 +287,8 @@ def test_parts_of_another_dimension_lie_as_a_batch_does_and_what_was_flattened_b
     parts = list(batch_parts(2, source, target, target.flatten(), dim=1))
     assert all(part.is_contiguous() for of in parts for part in of)
     assert all(torch.equal(flat, cut.flatten()) for _, cut, flat in parts)
+
+
+def test_where_nothing_is_drawn_parts_may_have_a_row_each() -> None:
+    assert [len(part) for part in batch_parts(4, torch.zeros(4, 2))] == [1, 1, 1, 1]
+    assert max(len(part + torch.rand(len(part), 2)) for part in batch_parts(4, torch.zeros(4, 2))) == 2

@@ -407,6 +407,10 @@ def test_a_loss_that_a_model_of_the_cells_takes_is_weighted_as_its_forward_says(
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
 
 
+def test_a_way_stands_for_itself_and_not_beside_the_one_before() -> None:
+    assert FIX.without_way(PARTS | Dose.of(late=True, weigh="sum")) == PARTS
+
+
 def test_what_a_mask_selects_behind_the_model_is_selected_of_each_part() -> None:
     selected = """
     for x, y in loader:
