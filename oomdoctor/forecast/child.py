@@ -317,9 +317,11 @@ class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
 
 
 def _is_steady(ledger: Ledger, pace: Pace) -> bool:
-    """Whether a loop without optimizer steps ran long enough without a new peak for it to be the peak."""
+    """Whether a training, or a loop without optimizer steps, is followed by enough without a new peak."""
     since = ledger.clock - ledger.raised_at
-    return not pace.trains and since >= max(_STEADY_OPERATIONS, ledger.clock // 2)
+    return not pace.trains and since >= (
+        _STEADY_OPERATIONS if pace.rests else max(_STEADY_OPERATIONS, ledger.clock // 2)
+    )
 
 
 def _comes_of_cutting(error: BaseException, pace: Pace) -> bool:

@@ -149,6 +149,11 @@ class Ladder:
         return len(self.rungs[0]) == 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether there may yet be something to ask."""
+        return self.refused is None and not self.search.over
+
+    @property
     def effect(self) -> Effect:
         """What it does to the results."""
         return max((part.proposal.effect for part in self.rungs[0]), key=_EFFECTS.index)

@@ -45,7 +45,7 @@ loop goes over, and so which step is the largest."""
 _UNLIKE: Final = 0.005
 """Share of the bytes that a step allocates from which on such sizes matter."""
 _RESTS_S: Final = 0.5
-"""Time that code after a training is followed at least; it gets half as long as the training took to be seen."""
+"""Time that code after a training is followed at least; it gets as long as the training took to be seen."""
 _FEW_MORE: Final = 2
 """Iterations that tell whether memory that rises goes on to rise: tuples of ``zip`` keep every other batch."""
 
@@ -128,7 +128,7 @@ class Pace:
         self._trained_on: set[int] = set()
         self._first: Loop | None = None
         self._depth = 0
-        self._began, self._rests_from = time.monotonic(), math.inf
+        self._trains_from = self._rests_from = math.inf
         self.fills_up: Callable[[], bool] | None = None
         self.is_counted_on = False
         self.piled: Piled | None = None
@@ -142,8 +142,8 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether no backward pass has come since a training was seen, for half as long as that took."""
-        return time.monotonic() - self._rests_from > max((self._rests_from - self._began) / 2, _RESTS_S)
+        """Whether no backward pass has come since a training was seen, for as long as that took."""
+        return time.monotonic() - self._rests_from > max(self._rests_from - self._trains_from, _RESTS_S)
 
     @property
     def share(self) -> float:
@@ -172,6 +172,7 @@ class Pace:
     def backward_begins(self) -> None:
         """Count a backward pass; those inside another, as reentrant checkpoints make them, are part of it."""
         self._depth += 1
+        self._trains_from = min(self._trains_from, time.monotonic())
 
     def backward_ended(self) -> None:
         """End what ``backward_begins`` began.

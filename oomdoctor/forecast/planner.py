@@ -170,7 +170,11 @@ class Planner:
         scale = self._scale(unchanged)
         known = self._supposed(unchanged) or (unchanged, scale)
         while True:
+            # Before a retry, those that keep the results come first, also where they wait for what is measured.
+            waits = self._is_hurried and any(one.effect in KEEPING and one.is_open for one in self._ladders)
             for ladder in sorted(self._ladders, key=lambda one: self._promise(one, unchanged, scale)):
+                if waits and ladder.effect not in KEEPING:
+                    continue
                 if not self._is_settled(ladder) and (asked := ladder.ask(*known)) is not None:
                     return ladder, *asked
             if not self._pair_up(unchanged):
@@ -269,8 +273,7 @@ class Planner:
             if reading.modules and ladder.is_single and fix.is_measured and ladder.refused is None:
                 proposals = fix.propose(self._incident, self._evidence)
                 if isinstance(proposals, Refused):
-                    ladder.refused = proposals.reason
-                    continue
+                    continue  # graphs may lie otherwise than that tells: a shadow run does
                 rungs = [(Part(fix=fix, proposal=one),) for one in proposals]
                 self._ladders[ladder.place] = Ladder(ladder.place, rungs, self._session, self._evidence)
                 self._ladders[ladder.place].attempt(0)

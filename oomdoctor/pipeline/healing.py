@@ -128,6 +128,10 @@ def _following(
 
     candidate = checks.candidates[choice.label]
     patch = checks.patches.get(choice.label, candidate.patch)
+    if not _was_seen_to_fit(candidate) and candidate.dose not in [
+        one.dose for one in candidate.stronger or (candidate,)
+    ]:
+        return None  # it was too mild, for all that is known: a stronger dose is next
     if places is None or isinstance(patch, Refused) or candidate.effect not in _KEEP:
         return None
     changed = replace(session, cells=session.cells.changed({one.cell: one.after for one in patch.edits}), base=patch)

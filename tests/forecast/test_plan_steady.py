@@ -13,8 +13,13 @@ from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import replay
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast import price, steady
+from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.reading import Reading, no_reading
 from oomdoctor.forecast.steady import Cut, Lengthened
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.memory import ModuleMemory
 from oomdoctor.model.plan import Forecast, Verdict
 from oomdoctor.model.session import Attempt
 
@@ -134,6 +139,49 @@ def test_where_no_shadow_run_tells_what_is_needed_the_dose_leaves_room_for_as_mu
         (found,) = make_plan(program(), INCIDENT, evidence(63 * MIB), [ladder], **terms).candidates
         assert found.dose["strength"] == strength, budget
         assert found.forecast.verdict is Verdict.UNKNOWN
+
+
+class Shadows:
+    """Tells one reading of whatever is begun, and notes what that is."""
+
+    left_s, busy = 60.0, True
+
+    def __init__(self, reading):
+        self.reading, self.waiting, self.asked = reading, [], []
+
+    @property
+    def has_room(self):
+        return len(self.waiting) < 2
+
+    def begin(self, key, attempt):
+        self.waiting.append(key)
+        self.asked.append(key)
+
+    def next(self):
+        return (self.waiting.pop(0), self.reading) if self.waiting else None
+
+
+MEASURED = replace(shrinking("measured", "first", [10]), is_measured=True)
+
+
+def asked(fixes, reading, **terms):
+    shadows = Shadows(reading)
+    given = (program(), INCIDENT, evidence(63 * MIB), fixes, 70 * MIB, frozenset(), 60.0)
+    list(Planner(*given, **terms).plans(shadows))
+    return shadows.asked
+
+
+def test_before_a_retry_what_changes_the_results_waits_for_all_that_keeps_them():
+    given = [shrinking("other", "second", [10], effect=Effect.CHANGES_RESULT), MEASURED], no_reading("nothing")
+    assert asked(*given, is_hurried=True)[:3] == [None, (1, 0), (0, 0)]
+    assert asked(*given, is_hurried=False)[:3] == [None, (0, 0), (1, 0)]
+
+
+def test_what_seems_to_save_nothing_by_what_modules_keep_is_still_run():
+    row = ModuleMemory(("Net", 1), "lstm", 1, 1, 1.0, False, False)
+    fix = replace(MEASURED, propose=lambda _, known: Refused("") if known.modules else MEASURED.propose(_, known))
+    seen = Reading(forecast=Forecast(basis="", peak=90 * MIB), modules=(row,))
+    assert asked([fix], seen) == [None, (0, 0)]
 
 
 class Unfit:
