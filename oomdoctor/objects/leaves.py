@@ -110,9 +110,9 @@ class Leaves:
             return
         if value is None or cls in _PLAIN or cls is range or cls is slice:
             yield path, text_leaf(value) if cls is str and len(value) <= _LONGEST_TEXT else plain_leaf(value)
-        elif isinstance(value, Number):  # of Python's, NumPy's and others, which programs count in
+        elif issubclass(cls, Number):  # of Python's, NumPy's and others, which programs count in
             yield path, _number(value)
-        elif isinstance(value, set | frozenset):
+        elif issubclass(cls, set | frozenset):
             items = _hash("\n".join(sorted(map(_spelled, value))).encode())
             yield path, Leaf(exact=items, frame=f"{cls.__qualname__} of {len(value)}")
         elif issubclass(cls, type):

@@ -25,3 +25,14 @@ def test_what_is_made_for_the_walk_is_not_taken_for_what_was_met_before() -> Non
     namespace = {"held": held}
     leaves = dict(Leaves(namespace).below(held, "held"))
     assert not [path for path, leaf in leaves.items() if leaf.frame == "another name"]
+
+
+class Files:
+    """Has nothing but entries of its own, as what an opened ``.npz`` gives them by has: no ``__class__`` either."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def test_an_object_without_attributes_that_all_others_have_is_walked_over() -> None:
+    assert dict(Leaves({}).below({"files": Files(), "count": 3}, "held")).keys() >= {"held['count']"}
