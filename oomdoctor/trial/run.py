@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -137,7 +138,8 @@ def run(
         nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
-    _keep_time([namespace, *map(vars, own_modules())], stage.begun_ns, tick_ns)
+    loaded = [vars(one) for one in list(sys.modules.values()) if type(one) is ModuleType]
+    _keep_time([namespace, *map(vars, own_modules()), *loaded], stage.begun_ns, tick_ns)
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     files_written = {name: read_back(file) for name, file in stage.written.items()}
@@ -199,7 +201,10 @@ def _ran(
 
 
 def _keep_time(homes: Iterable[dict[str, Any]], begun_ns: int, tick_ns: int) -> None:
-    """Have the clocks of ``time`` tell how often they were asked, where names in ``homes`` stand for them as well."""
+    """Have the clocks of ``time`` tell how often they were asked, where names in ``homes`` stand for them as well.
+
+    A progress bar of a library reads them by a name of its own.
+    """
     readings, own = itertools.count(1), vars(time)
 
     def in_ns() -> int:
@@ -209,7 +214,7 @@ def _keep_time(homes: Iterable[dict[str, Any]], begun_ns: int, tick_ns: int) -> 
         return in_ns() / 1e9
 
     instead: dict[int, Any] = {id(own[name]): in_s for name in _CLOCKS}
-    instead |= {id(own[f"{name}_ns"]): in_ns for name in _CLOCKS} | {id(time.sleep): lambda _seconds: None}
+    instead |= {id(own[f"{name}_ns"]): in_ns for name in _CLOCKS}
     for home in (own, *homes):
         home.update({name: instead[id(value)] for name, value in home.items() if id(value) in instead})
 

@@ -107,6 +107,16 @@ def test_a_change_that_takes_longer_prints_the_same_times(tmp_path: Path) -> Non
     assert tried({"setup": [setup], "before": [before], "after": [counted]}, tmp_path, effect=Effect.EXACT).same is True
 
 
+def test_a_library_reads_the_clocks_of_a_trial_by_a_name_of_its_own(tmp_path: Path) -> None:
+    setup = "import os, sys, types, torch\nbar = sys.modules['bar'] = types.ModuleType('bar')\n"
+    setup += "exec('from time import monotonic', vars(bar))\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
+    before = "os.makedirs('logs', exist_ok=True)\nbegan = bar.monotonic()\nmodel(x).sum().backward()\n"
+    before += "print(int(bar.monotonic() - began > 0.1))\n"
+    after = before.replace("model(x)", "sum(range(1 << 24))\nmodel(x)")
+    trial = tried({"setup": [setup], "before": [before], "after": [after]}, tmp_path, effect=Effect.EXACT)
+    assert trial.same is True, trial
+
+
 def test_a_run_that_fails_before_it_trains_tells_nothing(tmp_path: Path) -> None:
     setup = "import torch\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
     before = "assert model(x).isnan().all()\nmodel(x).square().mean().backward()\n"
