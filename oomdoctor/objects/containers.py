@@ -251,9 +251,12 @@ def is_small_array(value: Any) -> bool:
     return kind_of(type(owner)) is Kind.ARRAY and owner.base is None and owner.nbytes <= LIGHT_BYTES
 
 
+_HOLDERS: Final = (Weak, Remade)
+
+
 def living(held: Any) -> Any:
     """Return the value that is held weakly or as it is, ``GONE`` if it died."""
-    return held.get() if isinstance(held, Weak | Remade) else held
+    return held.get() if issubclass(type(held), _HOLDERS) else held
 
 
 class Recipe:
@@ -291,7 +294,7 @@ class Recipe:
     def is_heavy(self) -> bool:
         """Whether holding the container would keep something heavy alive."""
         return any(
-            isinstance(held, Weak | Remade)
+            issubclass(type(held), _HOLDERS)
             or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
             for held in chain(self.keys, self.values)
         )
@@ -317,7 +320,7 @@ def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -
     """
     if type(held) is Weak:
         return held.get()
-    if isinstance(held, Remade):
+    if issubclass(type(held), Remade):
         return held.revive(memo)
     if type(held) is not Recipe:
         return held

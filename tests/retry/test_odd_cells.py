@@ -284,14 +284,16 @@ TOLD = {
         "is an iterator",
     ),
     "a counter of itertools": ("steps = itertools.count()", "next(steps)", "`steps` is an iterator"),
-    "a generator": ("def g():\n    yield 1\n    yield 2\nbatches = g()", "next(batches)", "`batches` is an iterator"),
-    "a bound method": ("draw = iter([1, 2]).__next__", "draw()", "is an iterator"),
+    "a generator": ("def g():\n    yield 1\n    yield 2\nbatches = g(); next(batches)", "next(batches)", "`batches` is an iterator"),
+    "a bound method": ("draw = iter({1: 2}).__next__", "draw()", "is an iterator"),
     "a loader's iterator": (
-        "loader = torch.utils.data.DataLoader(torch.arange(8)); batches = iter(loader)", "next(batches)",
+        "loader = torch.utils.data.DataLoader(torch.arange(8)); batches = iter(loader); next(batches)",
+        "next(batches)",
         "`batches` is an iterator",
     ),
     "workers that persist": (
-        "loader = torch.utils.data.DataLoader(torch.arange(8)); loader._iterator = iter(loader)",
+        "loader = torch.utils.data.DataLoader(torch.arange(8)); loader._iterator = iter(loader)\n"
+        "next(loader._iterator)",
         "for b in loader: pass", "`loader._iterator` is an iterator",
     ),
     "a file of an object": (
