@@ -1,4 +1,4 @@
-"""How many public training programs are healed, and how: ``benchmarks/public.py FOLDER [NAME ...] [--write]``.
+"""How many public training programs are healed: ``benchmarks/public.py FOLDER [NAME ...] [--rows FILE] [--write]``.
 
 FOLDER holds one file ``NAME.py`` for each program: third-party code, which is not kept here. Its head tells
 ``# source:`` where it is from, ``# adapted:`` what was changed, ``# causes:`` the rules that name the likeliest cause
@@ -20,6 +20,7 @@ of the largest of its tensor. Time goes on: a training that is told to last long
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import re
 import statistics
@@ -29,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -377,25 +378,37 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="of programs; all by default")
     parser.add_argument("--logs", type=Path, help="folder for what the kernels put out")
+    parser.add_argument("--rows", type=Path, help="file that rows are added to, and that all are told of")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.name}")
     asked = parser.parse_args()
     logs = asked.logs or Path(tempfile.mkdtemp(prefix="oomdoctor-public-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     paths = [asked.folder / f"{name}.py" for name in asked.names] or sorted(asked.folder.glob("*.py"))
-    rows, lines = [], []
-    for path in paths:
+    rows = {row.unit.name: row for row in (_rows_of(asked.rows) if asked.rows else ())}
+    for path in paths if asked.names or not rows else ():
         try:
-            rows.append(measured(Unit.read(path), logs))
+            row = measured(Unit.read(path), logs)
         except Exception as error:  # noqa: BLE001  border to programs of others
             print(f"{path.stem}: NOT MEASURED: {type(error).__name__}: {error}", flush=True)
             continue
-        lines += ["", *told(rows[-1])]
-        print(*told(rows[-1]), sep="\n", flush=True)
-    if rows:
-        lines = [*summary(rows), *lines]
-        print("", *summary(rows), sep="\n")
+        rows[path.stem] = row
+        print(*told(row), sep="\n", flush=True)
+        if asked.rows:
+            with asked.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+    ordered = [rows[name] for name in sorted(rows)]
+    lines = [*summary(ordered), *(line for row in ordered for line in ("", *told(row)))] if ordered else []
+    print("", *lines[: lines.index("")] if lines else (), sep="\n")
     if asked.write:
         RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _rows_of(file: Path) -> Iterator[Row]:
+    """Yield the rows that were written down, those of a program that was measured again once more."""
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        found = json.loads(line)
+        unit = Unit(**{**found.pop("unit"), "cells": [], "modules": {}})
+        yield Row(unit=replace(unit, causes=tuple(unit.causes)), **found)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 Small models of the tests run out of memory on the virtual accelerator at several shares of their peak. The parts that
 the plan chose stand beside the best of all sets of parts: every set of modules of the first level, and of stretches of
 a ``Sequential``, is run for its peak, and of those that stay below the budget the one with the least time
-counts. What fits is told by what is alive, not by the segments of an allocator. Time is that of the unchanged run and of the forwards that come again, by what the dry run of the plan told of
-each module; so a set is compared with another by the same clock, which is an estimate.
+counts. What fits is told by what is alive, not by the segments of an allocator. Time is that of the unchanged run and
+of the forwards that come again, by what the dry run of the plan told of each module; so a set is compared with another
+by the same clock, which is an estimate.
 """
 
 from __future__ import annotations

@@ -284,7 +284,9 @@ TOLD = {
         "is an iterator",
     ),
     "a counter of itertools": ("steps = itertools.count()", "next(steps)", "`steps` is an iterator"),
-    "a generator": ("def g():\n    yield 1\n    yield 2\nbatches = g(); next(batches)", "next(batches)", "`batches` is an iterator"),
+    "a generator": (
+        "def g():\n    yield 1\n    yield 2\nbatches = g(); next(batches)", "next(batches)", "`batches` is an iterator",
+    ),
     "a bound method": ("draw = iter({1: 2}).__next__", "draw()", "is an iterator"),
     "a loader's iterator": (
         "loader = torch.utils.data.DataLoader(torch.arange(8)); batches = iter(loader); next(batches)",
