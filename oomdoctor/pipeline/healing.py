@@ -128,9 +128,8 @@ def _following(
 
     candidate = checks.candidates[choice.label]
     patch = checks.patches.get(choice.label, candidate.patch)
-    if not _was_seen_to_fit(candidate) and candidate.dose not in [
-        one.dose for one in candidate.stronger or (candidate,)
-    ]:
+    is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
+    if is_mildest and not _was_seen_to_fit(candidate):
         return None  # it was too mild, for all that is known: a stronger dose is next
     if places is None or isinstance(patch, Refused) or candidate.effect not in _KEEP:
         return None
@@ -138,9 +137,7 @@ def _following(
     moved = {edit.cell: unchanged_lines(edit) for edit in patch.edits if edit.file is None}
     traceback = traceback_of(error)
     try:
-        set_traceback(
-            error, _with_lines(traceback, lambda name, line: moved.get(files.get(name, 0), {}).get(line, line))
-        )
+        set_traceback(error, _with_lines(traceback, lambda name, at: moved.get(files.get(name, 0), {}).get(at, at)))
         found, changed = observe(error, lambda _: changed, places())
         found = diagnose(found, rulebook())
     except Exception as exc:
