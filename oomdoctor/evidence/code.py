@@ -71,6 +71,7 @@ def facts(
         is_kept: whether every tensor was copied when the failing cell began.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
+    local = tuple(local)
     models, losses = _models.models(modules), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
     kinds |= {path: "optimizer" for path, _ in optimizers}
@@ -128,7 +129,7 @@ def facts(
         written_anew=repetition.anew,
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
-        classes=_models.classes(modules),
+        classes=_models.classes([*modules, *((path, module) for path, module, _ in local)]),
         batch_sizes=_setup.batch_sizes(loaders),
         loaders=_setup.loaders(program, loaders, tries=tries),
         sharing_strategy=_setup.sharing_strategy(),

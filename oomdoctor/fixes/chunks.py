@@ -209,8 +209,19 @@ _MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
 def _detect_losses(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find where a cross-entropy is taken: what is called there, and the loss or function that it stands for."""
     known = {loss.path for loss in objects.losses if loss.type_name == "CrossEntropyLoss"}
+    known |= {name for scope in ground(program).reach for name in _made_in(scope)}
     found = {site for scope in ground(program).reach for site in _of_scope(program, scope, known)}
     return tuple(sorted(found, key=lambda site: (site.cell, site.line, site.names)))
+
+
+def _made_in(scope: Scope) -> Iterator[str]:
+    """Yield what a function binds to a cross-entropy that it makes: names, and attributes of its object."""
+    for node in own_nodes(scope.body):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Call) and call_name(one).rpartition(".")[2] == "CrossEntropyLoss"
+            for one in ast.walk(node.value)
+        ):
+            yield from map(ast.unparse, node.targets)
 
 
 def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]:

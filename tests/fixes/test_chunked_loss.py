@@ -210,6 +210,21 @@ def test_a_function_of_an_earlier_cell_is_replayed_alone() -> None:
     assert alike(plain, run(FUNCTION, setup, edit.replay, call))
 
 
+def test_a_loss_that_a_function_makes_itself_is_found() -> None:
+    made_in = "    loss_fn = nn.CrossEntropyLoss(ignore_index=0).to('cpu')\n    for x, y"
+    function = (
+        FUNCTION.replace("loss_fn, ", "")
+        .replace("import torch", "from torch import nn")
+        .replace("    for x, y", made_in)
+    )
+    call = "losses = []\ntrain(model, losses)\n"
+    made = patched(function, SETUP, call, model=Words())
+    assert isinstance(made, Patch), made
+    (edit,) = made.edits
+    assert "chunked_loss(loss_fn" in edit.after
+    assert alike(run(function, SETUP, call), run(edit.after, SETUP, call))
+
+
 def test_needs_less() -> None:
     setup = SETUP.replace("Words(drop=0.1)", "Words(4000)").replace("rand(50)", "rand(4000)")
     loop = LOOP.replace("50", "4000")
