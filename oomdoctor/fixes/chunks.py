@@ -209,8 +209,9 @@ _MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
 def _detect_losses(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find where a cross-entropy is taken: what is called there, and the loss or function that it stands for."""
     known = {loss.path for loss in objects.losses if loss.type_name == "CrossEntropyLoss"}
-    known |= {name for scope in ground(program).reach for name in _made_in(scope)}
-    found = {site for scope in ground(program).reach for site in _of_scope(program, scope, known)}
+    reach = ground(program).reach
+    made = {name for scope in reach for name in _made_in(scope)}
+    found = {site for scope in reach for site in _of_scope(program, scope, known, made)}
     return tuple(sorted(found, key=lambda site: (site.cell, site.line, site.names)))
 
 
@@ -224,13 +225,14 @@ def _made_in(scope: Scope) -> Iterator[str]:
             yield from map(ast.unparse, node.targets)
 
 
-def _of_scope(program: Program, scope: Scope, known: set[str]) -> Iterator[Site]:
+def _of_scope(program: Program, scope: Scope, known: set[str], made: set[str]) -> Iterator[Site]:
     stands_for = program.given(scope)
     for node in own_nodes(scope.body):
         name = call_name(node) if isinstance(node, ast.Call) else ""
         stands = stands_for.get(name, name)
-        if isinstance(node, ast.Call) and name and (stands in known or stands.rpartition(".")[2] == "cross_entropy"):
-            yield site("cross_entropy", scope, node, (name, stands))
+        is_loss = stands in known | made or stands.rpartition(".")[2] == "cross_entropy"
+        if isinstance(node, ast.Call) and name and is_loss:
+            yield site("made" if stands in made - known else "cross_entropy", scope, node, (name, stands))
 
 
 @proposing
@@ -329,7 +331,8 @@ def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
         new: dict[cst.CSTNode, rewriting.New] = {}
         for one in here:
             called, stands_for = one.names
-            if stands_for not in known and import_lines.qualified_name(beside, called) != _FUNCTION:
+            is_known = stands_for in known or one.kind == "made"  # which is asked when it is called
+            if not is_known and import_lines.qualified_name(beside, called) != _FUNCTION:
                 raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
             for call in rewriting.within(parsed.module, cst.Call):
                 if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
