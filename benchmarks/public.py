@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -42,6 +42,8 @@ from kernels import Kernel, Reply
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = Path(__file__).parent / "results" / "public.txt"
 CAP: Final = 0.65
+Leaves: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+_SHELLS: Final = ("In", "Out", "exit", "quit", "get_ipython", "open")
 AMPLE: Final = 64 << 30
 HERE: Final = "__import__('public')"
 PARTS: Final = re.compile(r"^# %%(.*)\n", re.MULTILINE)
@@ -180,15 +182,18 @@ def save(path: str) -> None:
     from IPython import get_ipython
 
     from oomdoctor.allocator.virtual import uncounted
-    from oomdoctor.objects.leaves import Leaves, generators
+    from oomdoctor.objects import leaves as reading
     from oomdoctor.objects.named import is_users
 
     namespace = get_ipython().user_ns
+    names = [name for name in sorted(filter(is_users, namespace)) if name not in _SHELLS]
     with uncounted():
-        leaves, found = Leaves(namespace), dict(generators())
-        for name in sorted(filter(is_users, namespace)):
-            if name not in ("In", "Out", "exit", "quit", "get_ipython", "open"):
-                found.update(leaves.below(namespace[name], name))
+        # What libraries keep beside what is the program's own is not compared, such as caches.
+        found: list[dict[str, Any]] = [dict(reading.generators()), {}]
+        for is_whole, leaves in zip((True, False), found, strict=True):
+            walk = reading.Leaves(namespace, is_whole=is_whole)
+            for name in names:
+                leaves.update(walk.below(namespace[name], name))
         Path(path).write_bytes(pickle.dumps(found))
 
 
@@ -221,11 +226,11 @@ class Notebook:
         self._log.flush()
         return reply, took_s
 
-    def leaves(self) -> dict[str, Any]:
-        """Return what the user's names lead to."""
+    def leaves(self) -> Leaves:
+        """Return what the user's names lead to: to be the same, and with its numbers."""
         path = self.folder / "leaves.pickle"
         self.kernel.value(f"{HERE}.save({str(path)!r})")
-        found: dict[str, Any] = pickle.loads(path.read_bytes())
+        found: Leaves = tuple(pickle.loads(path.read_bytes()))
         return found
 
     def stop(self) -> None:
@@ -244,7 +249,7 @@ def notebook(modules: dict[str, str], log: Path) -> Iterator[Notebook]:
         one.stop()
 
 
-def whole(unit: Unit, cells: list[str], modules: dict[str, str], log: Path) -> tuple[int, int, float, dict[str, Any]]:
+def whole(unit: Unit, cells: list[str], modules: dict[str, str], log: Path) -> tuple[int, int, float, Leaves]:
     """Run a program with memory to spare; return bytes before the training, their peak, its time and what is left."""
     with notebook(modules, log) as one:
         for at, cell in enumerate(cells):
@@ -266,7 +271,7 @@ def measured(unit: Unit, logs: Path) -> Row:
     while told is None:
         with notebook(unit.modules, logs / f"{unit.name}.healed") as one:
             told = capped(one, row)
-            left = one.leaves() if told is not None and told["outcome"] == "healed" else {}
+            left = one.leaves() if told is not None and told["outcome"] == "healed" else ({}, {})
         row.size -= 0 if told is not None else row.size // 10
     edits = told.pop("edits")
     row.outcome = told.pop("outcome") if told["state"] != "unverified" else f"{told.pop('outcome')}, unverified"
@@ -281,8 +286,8 @@ def measured(unit: Unit, logs: Path) -> Row:
             else:
                 modules[_module_of(file, modules)] = after
         _, _, _, changed = whole(unit, cells, modules, logs / f"{unit.name}.changed")
-        row.is_as_changed, row.where = _same(left, changed)
-        row.apart = _apart(left, plain)
+        row.is_as_changed, row.where = _same(left[0], changed[0])
+        row.apart = _apart(left[1], plain[1])
     return row
 
 

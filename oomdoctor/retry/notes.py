@@ -24,6 +24,7 @@ from oomdoctor.objects.containers import (
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     Recipe,
+    Remade,
     attribute_path,
     is_light,
     is_small_array,
@@ -101,6 +102,7 @@ _OUTWARD: Final = frozenset(
     }
 )
 """Objects of other libraries with which a cell reaches beyond the process, or that advance."""
+_FEW: Final = 64
 _OF_LOADER: Final = ("torch.utils.data.dataloader", "_SingleProcessDataLoaderIter")
 _STILL: Final = LIGHT_TYPES | {CodeType}
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
@@ -161,11 +163,23 @@ def _note_attributes(shape: Shape, value: Any, path: str, kind: Kind, held: Any,
             for name, item in items
         ]
         for at, (name, item) in enumerate(items) if has_tables else ():
-            if kind_of(type(item)) is Kind.TENSOR and item.grad_fn is not None:
-                recipe.values[at] = shape.vault().await_computed(item, f"{path}.{name}")
+            recipe.values[at] = _hold_computed(shape, item, recipe.values[at], f"{path}.{name}")
     if not is_installed(module_of(cls)):
         note_class(shape, cls, cls.__qualname__, depth)
     return recipe
+
+
+def _hold_computed(shape: Shape, item: Any, held: Any, path: str) -> Any:
+    """Hold a tensor that a module has made of its parameters, by itself or in a list: its copy may stand for it."""
+    if type(item) is list and type(held) is Recipe and len(item) <= _FEW:
+        held.values = [_hold_computed(shape, one, own, path) for one, own in zip(item, held.values, strict=True)]
+        return held
+    if kind_of(type(item)) is not Kind.TENSOR or item.grad_fn is None:
+        return held
+    known = shape.known.get(id(item))
+    if not isinstance(known, Remade):
+        known = shape.known[id(item)] = shape.vault().await_computed(item, path)
+    return known
 
 
 def _note_places(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:

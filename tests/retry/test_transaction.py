@@ -413,6 +413,33 @@ def test_a_weight_that_each_forward_makes_anew_comes_back() -> None:
     assert losses[0] == losses[1]
 
 
+class Dropped(nn.Module):
+    """A recurrent layer whose weights each forward drops anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(200, 200)
+        self.raw = nn.Parameter(self.rnn._parameters.pop("weight_hh_l0").detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rnn.weight_hh_l0 = nn.functional.dropout(self.raw, 0.5, self.training)
+        self.rnn._flat_weights[1] = self.rnn.weight_hh_l0
+        return torch.as_tensor(self.rnn(x)[0])
+
+
+def test_weights_that_a_list_holds_as_well_come_back_as_one() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "model": Dropped(), "x": torch.randn(3, 2, 200)}
+    model, cell = namespace["model"], "model(x).sum().backward()"
+    exec(cell, namespace)
+    before = model.rnn.weight_hh_l0.detach().clone()
+    transaction = Transaction(namespace, cell, lambda: 1 << 24)
+    run(cell, namespace, transaction)
+    assert transaction.losses() == ()
+    transaction.restore()
+    assert torch.equal(model.rnn.weight_hh_l0, before)
+    assert model.rnn._flat_weights[1] is model.rnn.weight_hh_l0
+
+
 AVERAGED = """
 for mean, new in zip(average.parameters(), model.parameters()):
     mean.data = mean.data * 0.9 + new.data * 0.1
