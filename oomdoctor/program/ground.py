@@ -298,7 +298,7 @@ def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -
             return ""
         is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
         return node.attr if is_of_module else f".{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
+    return node.id if isinstance(node, ast.Name) and node.id not in program.aliases else ""
 
 
 def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST]:

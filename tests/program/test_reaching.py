@@ -122,3 +122,10 @@ trainer.train()"""
         return len(facts(cells, {}, line=8, running=running, standing=stood).not_reached)
 
     assert (ahead(model=own_names(torch.nn.Linear(1, 1))), ahead(model=frozenset({"train"})), ahead()) == (1, 0, 0)
+
+
+def test_a_module_is_not_the_function_of_its_name() -> None:
+    module = Cell(number=-1, source="def train():\n    failing()\n    os.remove(a)", file="/home/user/train.py")
+    cells = Cells(history=(module, Cell(number=1, source="import train\ntrain.train()")))
+    found = facts(cells, {}, line=2, running=[(1, 2), (-1, 2)])
+    assert (found.not_repeatable, found.not_reached) == ((), ("train.py, line 3: `os.remove(a)`",))
