@@ -333,7 +333,7 @@ def _apart(left: dict[str, Any], plain: dict[str, Any]) -> float:
 
 
 def _is_clock(path: str) -> bool:
-    return re.search(r"time|start|begin|elapsed|(^|[._\[])t(0|ic|_total)\b", path) is not None
+    return re.search(r"time|start|begin|elapsed|(^|[._\[])t(\d|ic|_total)\b", path) is not None
 
 
 def told(row: Row) -> Iterator[str]:

@@ -92,6 +92,7 @@ def facts(
         {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
         under,
         ahead,
+        off={name for name, value in namespace.items() if value is False},
         is_kept=is_kept,
     )
     loops = training_loops(program, kinds, line, running)

@@ -80,6 +80,7 @@ def not_repeatable(
     under: Ground,
     ahead: Container[int] = (),
     *,
+    off: Container[str] = (),
     is_kept: bool = False,
 ) -> Repetition:
     """Return what a second run of the failing cell would do a second time.
@@ -88,16 +89,20 @@ def not_repeatable(
         homes: returns the dotted name by which what a live name stands for is defined: a module, a function, a class.
         iterators: live names of what can be gone through once.
         ahead: ids of the nodes that were not reached.
+        off: names of the notebook that are False: what stands under one that nothing else is bound to never runs.
         is_kept: whether every tensor was copied when the run began, so that a write past autograd can be taken back.
     """
     names = _Names(program, homes, iterators, is_kept=is_kept)
-    reached, followed = _followed(program, names, ahead), _followed(program, names, ())
+    never = _never(program, off)
+    reached, followed = _followed(program, names, ahead), _followed(program, names, never)
     behind: list[tuple[int, int, str]] = []
     later: list[tuple[int, int, str]] = []
     anew: list[tuple[int, int, str]] = []
     for scope in followed:
         is_late = scope not in reached or (scope.function is not None and id(scope.body[0]) in ahead)
         for node, text in (*_python(scope, names), *_held(_defaults(scope), names)):
+            if id(node) in never:
+                continue
             found = later if is_late or id(node) in ahead else behind
             found.append((scope.cell, node.lineno, text))
         calls = (node for node in _nodes(scope.body) if isinstance(node, ast.Call) and _rewrites(node, names))
@@ -108,6 +113,32 @@ def not_repeatable(
     tops = {scope.cell for scope in program.running if scope.function is None}
     behind += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
     return Repetition(once=_told(program, behind), ahead=_told(program, later), anew=_told(program, anew))
+
+
+def _never(program: Program, off: Container[str]) -> set[int]:
+    """Return the ids of the nodes that stand under a switch that is off."""
+    scopes = [scope for scope in program.running if scope.file is None]
+    nodes = [node for scope in scopes for one in scope.body for node in ast.walk(one)]
+    heads = [scope.function.args for scope in scopes if scope.function is not None]
+    bound = {one.arg for head in (*heads, *nodes) for one in ast.walk(head) if isinstance(one, ast.arg)}
+    bound |= {
+        name
+        for node in nodes
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr)
+        and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False)
+        for name in (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    }
+    found = set[int]()
+    for node in nodes:
+        parts = node.test.values if isinstance(node, ast.If) and _is_and(node.test) else [getattr(node, "test", None)]
+        switches = [one.id for one in parts if isinstance(one, ast.Name)] if isinstance(node, ast.If) else []
+        if any(name in off and name not in bound for name in switches):
+            found.update(id(inner) for one in node.body for inner in ast.walk(one))  # type: ignore[attr-defined]
+    return found
+
+
+def _is_and(test: ast.expr) -> TypeGuard[ast.BoolOp]:
+    return isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
 
 
 def unseen_write(program: Program) -> str | None:

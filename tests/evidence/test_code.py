@@ -499,6 +499,22 @@ def test_what_is_added_to_a_file_would_be_added_twice(source: str) -> None:
     assert (len(found.not_repeatable), found.written_anew) == (1, ())
 
 
+@pytest.mark.parametrize(
+    ("source", "is_told"),
+    [
+        ("if logs:\n    wandb.log(1)", False),
+        ("if logs and step > 3:\n    wandb.log(1)", False),
+        ("logs = False\nif logs:\n    wandb.log(1)", False),
+        ("if logs or step:\n    wandb.log(1)", True),
+        ("logs = step > 3\nif logs:\n    wandb.log(1)", True),
+        ("if logs:\n    pass\nelse:\n    wandb.log(1)", True),
+        ("def log(logs):\n    if logs:\n        wandb.log(1)\nlog(True)", True),
+    ],
+)
+def test_what_stands_under_a_switch_that_is_off_never_runs(source: str, is_told: bool) -> None:
+    assert bool(read(f"import wandb\n{source}", logs=False, step=1).not_repeatable) is is_told
+
+
 def test_a_method_of_the_users_own_is_read_and_not_known_by_its_name() -> None:
     stub = "class Writer:\n    def add_scalar(self, *args):\n        pass\nwriter = Writer()"
     assert read(stub, "writer.add_scalar('loss', 1, 1)").not_repeatable == ()
