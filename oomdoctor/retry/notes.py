@@ -162,19 +162,24 @@ def _note_attributes(shape: Shape, value: Any, path: str, kind: Kind, held: Any,
             else shape.hold(item, f"{path}.{name}", depth - 1)
             for name, item in items
         ]
+        own = {id(one) for _, one in registered(value, "_parameters")} if has_tables else set()
         for at, (name, item) in enumerate(items) if has_tables else ():
-            recipe.values[at] = _hold_computed(shape, item, recipe.values[at], f"{path}.{name}")
+            recipe.values[at] = _hold_computed(shape, item, recipe.values[at], f"{path}.{name}", own)
     if not is_installed(module_of(cls)):
         note_class(shape, cls, cls.__qualname__, depth)
     return recipe
 
 
-def _hold_computed(shape: Shape, item: Any, held: Any, path: str) -> Any:
-    """Hold a tensor that a module has made of its parameters, by itself or in a list: its copy may stand for it."""
+def _hold_computed(shape: Shape, item: Any, held: Any, path: str, parameters: set[int]) -> Any:
+    """Hold a tensor that a module makes of its parameters, by itself or in a list: its copy may stand for it.
+
+    Before the first forward it may be a parameter that the module has no longer.
+    """
     if type(item) is list and type(held) is Recipe and len(item) <= _FEW:
-        held.values = [_hold_computed(shape, one, own, path) for one, own in zip(item, held.values, strict=True)]
+        both = zip(item, held.values, strict=True)
+        held.values = [_hold_computed(shape, one, own, path, parameters) for one, own in both]
         return held
-    if kind_of(type(item)) is not Kind.TENSOR or item.grad_fn is None:
+    if kind_of(type(item)) is not Kind.TENSOR or not item.requires_grad or id(item) in parameters:
         return held
     known = shape.known.get(id(item))
     if not isinstance(known, Remade):

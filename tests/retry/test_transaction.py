@@ -427,17 +427,19 @@ class Dropped(nn.Module):
         return torch.as_tensor(self.rnn(x)[0])
 
 
-def test_weights_that_a_list_holds_as_well_come_back_as_one() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_weights_that_a_list_holds_as_well_come_back_as_one(begun: bool) -> None:
     namespace: dict[str, Any] = {"torch": torch, "model": Dropped(), "x": torch.randn(3, 2, 200)}
     model, cell = namespace["model"], "model(x).sum().backward()"
-    exec(cell, namespace)
-    before = model.rnn.weight_hh_l0.detach().clone()
+    if begun:
+        exec(cell, namespace)
+    before = model.rnn._flat_weights[1].detach().clone()
     transaction = Transaction(namespace, cell, lambda: 1 << 24)
     run(cell, namespace, transaction)
     assert transaction.losses() == ()
     transaction.restore()
-    assert torch.equal(model.rnn.weight_hh_l0, before)
-    assert model.rnn._flat_weights[1] is model.rnn.weight_hh_l0
+    assert torch.equal(model.rnn._flat_weights[1], before)
+    assert not begun or model.rnn._flat_weights[1] is model.rnn.weight_hh_l0
 
 
 AVERAGED = """
