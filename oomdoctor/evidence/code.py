@@ -83,8 +83,10 @@ def facts(
     live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
     source = cells.failing.source.strip()
     at_top = bound_names(cells.failing.source).difference(namespace)
-    own = {name: own_names(value) for name, value in namespace.items()}
-    top = {} if line is None else {(cells.failing.number, line): Standing(at_top, own)}
+    top: dict[tuple[int, int], Standing] = {}
+    if line is not None:
+        own = {name: own_names(value) for name, value in namespace.items()}
+        top = {(cells.failing.number, line): Standing(at_top, own)}
     ahead = unreached(program, line, running, {**(standing or {}), **top})
     repetition = not_repeatable(
         program,

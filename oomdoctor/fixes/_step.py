@@ -130,6 +130,7 @@ class _Planner:
         if names and len({*map(ast.unparse, self._backwards.values())}) > 1:
             raise Unfit("backward is called on one of several losses")
         self._loss = next(iter(names), None)
+        self._from_before = read_first([region.loop]) if region.loop is not None else set[str]()
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
         self.leading = self._lead()
         self._graph, self._looking = self._with_graph()
@@ -164,6 +165,8 @@ class _Planner:
                     raise Unfit(f"`{name}` is carried from one part to the next")
                 else:
                     carried.append(name)
+        # What a round has from the one before, it hands on to the next.
+        carried += [name for name in names if name in written & self._from_before and name not in carried]
         names = tuple(name for name in names if any(name in reads(unit) for unit in inner))
         if not names:
             raise Unfit("no name is known to hold the batch")

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.session import Standing
-from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, plain_dict, spelled, submodules
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
 from oomdoctor.objects.named import is_installed
 
 _cause: Final = vars(BaseException)["__cause__"].__get__
@@ -183,7 +183,8 @@ def standing_in(
 def own_names(value: Any) -> frozenset[str]:
     """Return the attributes of an object that are its own, or that a class of the user's defines."""
     classes = (one for one in mro_of(type(value)) if not is_installed(module_of(one)))
-    return frozenset((*(plain_dict(value) or {}), *chain.from_iterable(map(vars, classes))))
+    names = chain(plain_dict(value) or (), *map(members_of, classes))
+    return frozenset(name for name in names if type(name) is str)
 
 
 def _modules_of(parts: Mapping[str, Any]) -> dict[str, Any]:
