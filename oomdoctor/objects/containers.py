@@ -233,12 +233,16 @@ class Unbegun(Remade):
 
 
 def is_unbegun(value: Any) -> bool:
-    """Return whether it is a generator that has not begun, of a function that can be called again as it was."""
+    """Return whether it is a generator that has not begun, of a function that can be called again as it was.
+
+    What it is given to go through may advance, as of an expression: then it cannot.
+    """
     if type(value) is not GeneratorType or inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
         return False
     code = value.gi_code
     is_plain = not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) and not code.co_freevars
-    return is_plain and not code.co_cellvars
+    given = cast("FrameType", value.gi_frame).f_locals.values()
+    return is_plain and not code.co_cellvars and all(kind_of(type(one)) is not Kind.ITERATOR for one in given)
 
 
 LIGHT_BYTES: Final = 64 << 10

@@ -382,6 +382,8 @@ def test_an_iterator_that_had_not_begun_begins_again(kind: str) -> None:
         "def make(by):\n    def count():\n        yield from range(by)\n    return count()\nseen = make(9)",
         "seen = iter(torch.utils.data.DataLoader(torch.arange(12.0), shuffle=True)); next(seen)",
         "seen = iter([1, 2])",
+        "seen = (n for n in range(9))",
+        "def count(numbers):\n    yield from numbers\nseen = count(iter(range(9)))",
     ],
 )
 def test_an_iterator_that_cannot_begin_again_is_told(setup: str) -> None:

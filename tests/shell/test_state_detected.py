@@ -21,7 +21,9 @@ CELLS: Final = cells_of("mlp", "AdamW")
 KINDS: Final = {
     "an iterator": ("numbered = iter(range(99))", "next(numbered)", "`numbered` is an iterator"),
     "a generator": ("numbered = (n for n in range(99))", "list(numbered)", "`numbered` is an iterator"),
-    "a loader's iterator": ("batches = iter(train_loader)", "x, y = next(batches)", "`batches` is an iterator"),
+    "a loader's iterator": (
+        "batches = iter(train_loader); next(batches)", "x, y = next(batches)", "`batches` is an iterator",
+    ),
     "an open file": ("log = open('log.txt', 'w')", "print('step', file=log)", "`log` is an iterator, an open file"),
     "a file that is opened": ("", "open('out.txt', 'a').close()", "open('out.txt', 'a')"),
     "a socket": ("import socket\nhere, there = socket.socketpair()", "here.send(b'a')", "`here` is an iterator"),
