@@ -381,7 +381,7 @@ def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered
     dosing.run("held = [torch.ones(1 << 17) for _ in range(6)]", ok=True)
     dosing.run(TRAIN, ok=True)
     *ended, basis = dosing.value(ENDED)
-    assert ended == ["healed", ["micro_batch(parts=4)"], 2]
+    assert ended == ["healed", ["micro_batch(parts=8)"], 2]
     assert "shadow run" not in basis, "no search was made"
     told = dosing.run("%oomdoctor status", ok=True).text
     assert "micro_batch(parts=4)" in told
