@@ -7,7 +7,6 @@ Limits: installed packages are not read, and what a framework calls on the user'
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Container, Iterable, Mapping
@@ -29,7 +28,7 @@ from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import read
 from oomdoctor.program.gradients import runs_model
-from oomdoctor.program.ground import ground, is_gradless_at, unreached
+from oomdoctor.program.ground import ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repetition import not_repeatable
 from oomdoctor.program.training_loops import training_loops
@@ -110,13 +109,7 @@ def facts(
         line=line,
     )
     practices = detectors or {}
-    late = {
-        (scope.cell, node.lineno)
-        for scope in (program.running if ahead else ())
-        for one in scope.body
-        for node in ast.walk(one)
-        if id(node) in ahead and isinstance(node, ast.stmt)
-    }
+    late = lines_among(program, ahead)
     met = {detect: detect(program, objects) for detect in practices.values()}  # several fixes may mend one practice
     return CodeFacts(
         failing_cell=cells.failing.number,

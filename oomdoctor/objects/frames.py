@@ -150,10 +150,17 @@ def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple
         cells: number of the cell by the file name of its code.
         through: one of those places, by which the exception is told from others that it is chained to.
     """
+    return [place for place, _ in _places(exc, cells, through)]
+
+
+def _places(
+    exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]
+) -> list[tuple[tuple[int, int], FrameType]]:
+    """Return those of ``lines_of``, each with its frame."""
     for link in chained(exc):
-        steps = [(cells.get(step.tb_frame.f_code.co_filename), step.tb_lineno) for step in steps_of(traceback_of(link))]
-        found = [(number, line) for number, line in steps if number is not None]
-        if through in found:
+        steps = [(cells.get(step.tb_frame.f_code.co_filename), step) for step in steps_of(traceback_of(link))]
+        found = [((number, step.tb_lineno), step.tb_frame) for number, step in steps if number is not None]
+        if through in (place for place, _ in found):
             return found
     return []
 
@@ -163,20 +170,15 @@ def standing_in(
 ) -> dict[tuple[int, int], Standing]:
     """Return where each function of ``lines_of`` stood."""
     found: dict[tuple[int, int], Standing] = {}
-    for link in chained(exc):
-        steps = [(cells.get(step.tb_frame.f_code.co_filename), step) for step in steps_of(traceback_of(link))]
-        places = [((number, step.tb_lineno), step.tb_frame) for number, step in steps if number is not None]
-        if through in (place for place, _ in places):
-            for place, frame in places:
-                code = frame.f_code
-                if code.co_flags & inspect.CO_OPTIMIZED:
-                    own = locals_of(frame)
-                    unbound = frozenset((*code.co_varnames, *code.co_cellvars)).difference(own)
-                    unbound &= found[place].unbound if place in found else unbound
-                    parts = plain_dict(own.get("self")) or {}
-                    held = {**own, **{f"self.{name}": value for name, value in parts.items()}, **_modules_of(parts)}
-                    found[place] = Standing(unbound, {name: own_names(value) for name, value in held.items()})
-            return found
+    for place, frame in _places(exc, cells, through):
+        code = frame.f_code
+        if code.co_flags & inspect.CO_OPTIMIZED:
+            own = locals_of(frame)
+            unbound = frozenset((*code.co_varnames, *code.co_cellvars)).difference(own)
+            unbound &= found[place].unbound if place in found else unbound
+            parts = plain_dict(own.get("self")) or {}
+            held = {**own, **{f"self.{name}": value for name, value in parts.items()}, **_modules_of(parts)}
+            found[place] = Standing(unbound, {name: own_names(value) for name, value in held.items()})
     return found
 
 

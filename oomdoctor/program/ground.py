@@ -176,6 +176,13 @@ def unreached(
     return frozenset(behind | {id(node) for scope in never for one in scope.body for node in ast.walk(one)})
 
 
+def lines_among(program: Program, nodes: Collection[int]) -> set[tuple[int, int]]:
+    """Return ``(cell, line)`` of the statements of what runs whose ids are among ``nodes``."""
+    scopes = program.running if nodes else ()
+    found = ((scope.cell, node) for scope in scopes for one in scope.body for node in ast.walk(one))
+    return {(cell, node.lineno) for cell, node in found if id(node) in nodes and isinstance(node, ast.stmt)}
+
+
 def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]) -> bool:
     """Return whether a line that was running stands under ``no_grad`` or ``inference_mode``.
 

@@ -60,6 +60,7 @@ _LOADS: Final = ".load_state_dict("
 
 
 _may_write_unseen = lru_cache(maxsize=4096)(_PAST_AUTOGRAD.search)
+"""Tells whether a cell may have such a line; asked of the whole history before each cell."""
 
 
 def _file_may_write_unseen(file: str | None) -> bool:
@@ -74,8 +75,6 @@ def _file_may_write_unseen(file: str | None) -> bool:
 def _has_write(path: Path, _changed_ns: int) -> bool:
     return _PAST_AUTOGRAD.search(path.read_text(encoding="utf-8")) is not None
 
-
-"""Tells whether a cell may have such a line; asked of the whole history before each cell."""
 
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""

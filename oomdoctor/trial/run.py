@@ -138,8 +138,7 @@ def run(
         nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
-    loaded = [vars(one) for one in list(sys.modules.values()) if type(one) is ModuleType]
-    _keep_time([namespace, *map(vars, own_modules()), *loaded], stage.begun_ns, tick_ns)
+    _keep_time(namespace, stage.begun_ns, tick_ns)
     error, is_ours = _ran(session, stage, attempt, codes, files)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     files_written = {name: read_back(file) for name, file in stage.written.items()}
@@ -200,8 +199,8 @@ def _ran(
     return None, False
 
 
-def _keep_time(homes: Iterable[dict[str, Any]], begun_ns: int, tick_ns: int) -> None:
-    """Have the clocks of ``time`` tell how often they were asked, where names in ``homes`` stand for them as well.
+def _keep_time(namespace: dict[str, Any], begun_ns: int, tick_ns: int) -> None:
+    """Have the clocks of ``time`` tell how often they were asked, by whatever name anything has them.
 
     A progress bar of a library reads them by a name of its own.
     """
@@ -215,7 +214,7 @@ def _keep_time(homes: Iterable[dict[str, Any]], begun_ns: int, tick_ns: int) -> 
 
     instead: dict[int, Any] = {id(own[name]): in_s for name in _CLOCKS}
     instead |= {id(own[f"{name}_ns"]): in_ns for name in _CLOCKS}
-    for home in (own, *homes):
+    for home in (namespace, *(vars(one) for one in list(sys.modules.values()) if type(one) is ModuleType)):
         home.update({name: instead[id(value)] for name, value in home.items() if id(value) in instead})
 
 
