@@ -191,7 +191,7 @@ def run(
             _put_in_place(session, start, tracker, pace)
             if calls is not None:
                 calls.follow(session.modules)
-            _follow(session, attempt, codes, tracker, start.prepare)
+            _follow(session, attempt, codes, tracker, start)
             is_left = False
     except OutOfTime:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
@@ -268,15 +268,15 @@ def _follow(
     attempt: Attempt,
     codes: list[CodeType],
     tracker: Tracker,
-    prepare: Callable[[], None] | None,
+    start: Start,
 ) -> None:
     *replays, cell = codes
     with contextlib.ExitStack() as modes:
         modes.enter_context(_disable_current_modes())  # those of the user's process
         modes.enter_context(tracker.fake_mode)
         modes.enter_context(tracker)
-        if prepare is not None:
-            bring_back_on_fakes(tracker, prepare)
+        if isinstance(tracker, DeviceTracker) and start.held is not None and start.prepare is not None:
+            bring_back_on_fakes(tracker, start.held, start.prepare)
         changes = contextlib.ExitStack()
         texts = {str(module.file): module.source for module in session.cells.modules}
         texts |= {str(edit.file): edit.after for edit in attempt.modules}

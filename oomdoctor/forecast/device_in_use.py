@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.layout import Layout
@@ -28,7 +29,6 @@ from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
-    from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.model.memory import Role
 
 _torch: Any = torch
@@ -42,6 +42,7 @@ class Held:
     Attributes:
         tensors: every tensor there that Python knows.
         storages: their memory and what else there is, with the role where it is known.
+        pointers: where the memory of each tensor begins, as long as the tensor lives.
     """
 
     def __init__(self, card: Card) -> None:
@@ -49,6 +50,7 @@ class Held:
             (storage, role) for storage, role in live_storages(Alive()) if lies_there(storage, card)
         ]
         self.tensors = list({id(tensor): tensor for tensor in _tensors() if lies_there(tensor, card)}.values())
+        self.pointers: Any = WeakIdKeyDictionary()
         _kept.extend(storage for storage, _ in self.storages)
         _kept.extend(tensor.untyped_storage() for tensor in self.tensors if tensor.layout is torch.strided)
 
@@ -104,6 +106,7 @@ def relabel(tracker: DeviceTracker, held: Held, *, is_emptied: bool) -> Layout |
             raise ForecastError(f"a tensor of layout {tensor.layout} lies on {tensor.device}, which is not followed")
         twin = torch.empty(0, dtype=tensor.dtype, device="meta")
         base = behind[tensor.untyped_storage()._cdata]
+        held.pointers[tensor] = tensor.data_ptr()
         twin.set_(base, tensor.storage_offset(), tensor.size(), tensor.stride())
         tracker.repoint(tensor, FakeTensor(tracker.fake_mode, twin, tracker.card.device))
     # What only graphs hold stays, and so do the workspaces of the libraries, which no tensor shows.
@@ -142,14 +145,14 @@ def _refuse_backward_through(recorded: set[Any], card: Card) -> None:
     _torch.autograd.backward = checked
 
 
-def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
+def bring_back(tracker: DeviceTracker, held: Held, prepare: Callable[[], None]) -> None:
     """Restore the start of the cell on the fakes; to be called inside of the modes.
 
     Raises:
         ForecastError: it could not be restored.
     """
     try:
-        with _without_contents(tracker):
+        with _as_on_the_device(tracker, held):
             prepare()
     except Exception as error:
         raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
@@ -161,17 +164,33 @@ def bring_back(tracker: Tracker, prepare: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _without_contents(tracker: Tracker) -> Iterator[None]:
-    """Leave out what is written outside of the modes to tensors behind which a fake lies: there is no memory."""
-    written = _torch.Tensor.copy_
+def _as_on_the_device(tracker: DeviceTracker, held: Held) -> Iterator[None]:
+    """Outside of the modes, tell of tensors behind which a fake lies where they lay, and write nothing to them.
+
+    What is taken to the device there becomes a fake.
+    """
+    cls, card = _torch.Tensor, tracker.card.device
+    real = {name: getattr(cls, name) for name in ("copy_", "data_ptr", "to")}
+
+    def is_outside() -> bool:
+        return not _torch._C._len_torch_dispatch_stack()
 
     def copy_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tracker.moved(tensor) is not None and not _torch._C._len_torch_dispatch_stack():
-            return tensor
-        return written(tensor, *args, **kwargs)
+        return tensor if is_outside() and tracker.moved(tensor) is not None else real["copy_"](tensor, *args, **kwargs)
 
-    _torch.Tensor.copy_ = copy_
+    def data_ptr(tensor: torch.Tensor) -> int:
+        return held.pointers.get(tensor) or real["data_ptr"](tensor)  # type: ignore[no-any-return]
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_outside() and not isinstance(tensor, FakeTensor):
+            device, dtype, *_ = _torch._C._nn._parse_to(*args, **kwargs)
+            if device == card:
+                with tracker.fake_mode, tracker:
+                    return torch.empty_like(tensor, device=card, dtype=dtype or tensor.dtype)
+        return real["to"](tensor, *args, **kwargs)
+
+    cls.copy_, cls.data_ptr, cls.to = copy_, data_ptr, to
     try:
         yield
     finally:
-        _torch.Tensor.copy_ = written
+        cls.copy_, cls.data_ptr, cls.to = real.values()

@@ -319,11 +319,11 @@ def test_a_function_healed_under_another_name_follows_its_change(load: Any) -> N
 def test_what_is_not_healed_raises_its_own_error_from_the_state_of_the_start(
     load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = load(EVALUATE.replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
+    module = load(EVALUATE.replace(KEPT, KEPT + "        open('/dev/null', 'a').close()\n"))
     with simulate(BUDGET), pytest.raises(out_of_memory()) as caught:
         module.evaluate(module.model, 20)
     assert last().outcome.kind is OutcomeKind.REFUSED
-    assert "open('/dev/null', 'w')" in last().outcome.why
+    assert "open('/dev/null', 'a')" in last().outcome.why
     frames = [
         (frame.name, frame.lineno) for frame in traceback.extract_tb(caught.tb) if frame.filename == module.__file__
     ]
@@ -397,7 +397,7 @@ def test_the_inner_one_heals_and_the_outer_leaves_it_to_it(load: Any) -> None:
         module.outer(module.model, 20)
     assert len(pipeline.cases()) == before + 1
     assert module.calls == ["outer", 20]
-    refused = load((EVALUATE + OUTER).replace(KEPT, KEPT + "        open('/dev/null', 'w').close()\n"))
+    refused = load((EVALUATE + OUTER).replace(KEPT, KEPT + "        open('/dev/null', 'a').close()\n"))
     with simulate(BUDGET), pytest.raises(out_of_memory()):
         refused.outer(refused.model, 20)
     assert len(pipeline.cases()) == before + 2

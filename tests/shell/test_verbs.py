@@ -384,7 +384,7 @@ def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered
     assert ended == ["healed", ["micro_batch(parts=8)"], 2]
     assert "shadow run" not in basis, "no search was made"
     told = dosing.run("%oomdoctor status", ok=True).text
-    assert "micro_batch(parts=4)" in told
+    assert "micro_batch(parts=8)" in told
     assert "micro_batch(parts=2)" not in told
 
 
