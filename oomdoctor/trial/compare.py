@@ -31,11 +31,12 @@ from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory
 from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
-from oomdoctor.trial.run import TICK_NS, End, run
+from oomdoctor.trial.run import End, run
 from oomdoctor.trial.stage import HostCopies, Stage
 
-_FEW_ROWS: Final = 13
-"""A number that no usual number of parts divides: the last part is smaller than the others."""
+_ROWS: Final = (13, 31, 61, 127, 251)
+"""Numbers that no usual number of parts divides: the last part is smaller than the others. Primes: sizes of other
+dimensions, by which the batch could be mistaken, seldom are."""
 AIM_S: Final = 2.0
 """Time that a trial aims to take."""
 _RUN_S: Final = 20.0
@@ -85,7 +86,8 @@ def compare(
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
-    limit_s, rows = aim_s + 3 * (1 + len(changed)) * _RUN_S, max(_FEW_ROWS, _ROWS_OF_PART * parts - 1)
+    limit_s = aim_s + 3 * (1 + len(changed)) * _RUN_S
+    rows = max(_ROWS[0], max((few for few in _ROWS if few < _ROWS_OF_PART * parts), default=0))
 
     in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
 
@@ -134,10 +136,10 @@ def _found(comparison: _Comparison, changed: Sequence[Attempt], deadline: float)
             first, at = first or trial, at + 1
             continue
         last, took_s = replace(trial, chosen=at), time.monotonic() - begun + comparison.took_s
-        wider = comparison.wider()
-        if wider is None or took_s * _PATIENCE >= deadline - time.monotonic():
+        if took_s * _PATIENCE >= deadline - time.monotonic():
             return last
-        if wider.of(changed[at]).same is None:
+        wider = comparison.wider()
+        if wider is None or wider.of(changed[at]).same is None:
             return last
         comparison = wider
     return first or Trial(same=None, why="there is nothing to try")
@@ -203,7 +205,7 @@ class _Comparison:
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         own = _own_names(self.session, self.before, after)
         given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
-        changed = self._ended(after, **given)
+        changed = self._ended(after, **given, fails=unchanged.error)
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
         is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
@@ -276,10 +278,8 @@ class _Comparison:
         if (nudged, begins) not in self._runs:
             unchanged = self._unchanged
             given = {"known": unchanged.known, "names": unchanged.names, "is_coarse": unchanged.computes_in_16_bits}
-            tick_ns = TICK_NS if nudged or begins else 3 * TICK_NS
-            self._runs[nudged, begins] = self._ended(
-                self.before, **given, nudged=nudged, begins=begins, tick_ns=tick_ns
-            )
+            ticks = 1 if nudged or begins else 3
+            self._runs[nudged, begins] = self._ended(self.before, **given, nudged=nudged, begins=begins, ticks=ticks)
         return self._runs[nudged, begins]
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:

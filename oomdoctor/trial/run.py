@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
 import linecache
 import os
 import re
 import signal
-import sys
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType, ModuleType
@@ -46,9 +43,6 @@ _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat
 """Relative size of the last digit of each type."""
 _COARSE: Final = 2.0**-9
 """What parameters in float32 are off by in a control where the program computes in 16 bits."""
-TICK_NS: Final = 1 << 20
-"""How far each reading of the clock moves it on: a millisecond. A real one tells another time in each run."""
-_CLOCKS: Final = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _OUT_OF_MEMORY: Final = "alloc_cpu.cpp"
 """Stands in what PyTorch's allocator of host memory raises where there is none."""
 
@@ -96,7 +90,8 @@ def run(
     is_coarse: bool = False,
     is_precise: bool = False,
     begins: bool = False,
-    tick_ns: int = TICK_NS,
+    ticks: int = 1,
+    fails: str | None = None,
 ) -> End:
     """Run a program in this process, which is of no use for anything else afterwards.
 
@@ -111,7 +106,8 @@ def run(
         is_precise: leave autocast off, whose rounding hides what differs by less.
         is_coarse: let them be off by the last digit of arithmetic in 16 bits.
         begins: look at the leaves at the first forward as well.
-        tick_ns: how far each reading of the clock moves it on.
+        ticks: how far each reading of the clock moves it on.
+        fails: what the unchanged program raises: of one that raises anything else, nothing is looked at in the end.
     """
     masked = [mask(text) for text in (*attempt.replays, attempt.source)]
     texts = [cell.text for cell in masked]
@@ -138,8 +134,10 @@ def run(
         nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
-    _keep_time(namespace, stage.begun_ns, tick_ns)
+    stage.clock.take_place(ticks)
     error, is_ours = _ran(session, stage, attempt, codes, files)
+    if error not in (None, fails):
+        return End(error=error, is_ours=is_ours, rows=max(sizes, default=0), known=progress.known)
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
     files_written = {name: read_back(file) for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}
@@ -197,25 +195,6 @@ def _ran(
             is_refused = isinstance(raised, OSError | EOFError | MemoryError | torch.OutOfMemoryError)
             return told, is_refused or is_short_of_memory(raised) or _OUT_OF_MEMORY in told
     return None, False
-
-
-def _keep_time(namespace: dict[str, Any], begun_ns: int, tick_ns: int) -> None:
-    """Have the clocks of ``time`` tell how often they were asked, by whatever name anything has them.
-
-    A progress bar of a library reads them by a name of its own.
-    """
-    readings, own = itertools.count(1), vars(time)
-
-    def in_ns() -> int:
-        return begun_ns + next(readings) * tick_ns
-
-    def in_s() -> float:
-        return in_ns() / 1e9
-
-    instead: dict[int, Any] = {id(own[name]): in_s for name in _CLOCKS}
-    instead |= {id(own[f"{name}_ns"]): in_ns for name in _CLOCKS}
-    for home in (namespace, *(vars(one) for one in list(sys.modules.values()) if type(one) is ModuleType)):
-        home.update({name: instead[id(value)] for name, value in home.items() if id(value) in instead})
 
 
 _HALVES: Final = ("torch.bfloat16", "torch.float16")

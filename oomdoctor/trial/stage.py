@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import FunctionType, SimpleNamespace
-from typing import Any
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -135,6 +135,46 @@ class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
 
+_TICK_NS: Final = 1 << 20
+"""About a millisecond."""
+_CLOCKS: Final = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+
+
+class Clock:
+    """Tells how often it was asked: a real one tells another time in each run.
+
+    Args:
+        namespace: the user's.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._now_ns, self._step_ns, own = time.time_ns(), _TICK_NS, vars(time)
+        instead: dict[int, Any] = {id(own[name]): self._in_s for name in _CLOCKS}
+        instead |= {id(own[f"{name}_ns"]): self._in_ns for name in _CLOCKS}
+        homes = (namespace, *(vars(one) for one in list(sys.modules.values()) if type(one) is ModuleType))
+        told = (
+            (home, {name: instead[id(value)] for name, value in home.items() if id(value) in instead}) for home in homes
+        )
+        self._places = [(home, clocks) for home, clocks in told if clocks]
+
+    def take_place(self, ticks: int) -> None:
+        """Replace the clocks of ``time``, by whatever name anything has them, as libraries do.
+
+        Args:
+            ticks: how far each reading moves it on.
+        """
+        self._step_ns = ticks * _TICK_NS
+        for home, clocks in self._places:
+            home.update(clocks)
+
+    def _in_ns(self) -> int:
+        self._now_ns += self._step_ns
+        return self._now_ns
+
+    def _in_s(self) -> float:
+        return self._in_ns() / 1e9
+
+
 @dataclass(slots=True, kw_only=True)
 class Stage:
     """What a run fills while it goes on, empty when the runs are forked.
@@ -147,7 +187,7 @@ class Stage:
         parameters: those that are alive when a run begins.
         lines: of the files that the user's functions with loops stand in.
         copies: of what lies on a device, where the program uses one: it is tried in host memory.
-        begun_ns: what the clocks of the runs begin with.
+        clock: what the runs tell the time by.
         in_loop: whether cells run within an event loop, as those of a kernel do.
     """
 
@@ -158,7 +198,7 @@ class Stage:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     lines: set[str] = field(default_factory=set)
     copies: HostCopies | None = None
-    begun_ns: int = field(default_factory=time.time_ns)
+    clock: Clock
     in_loop: bool = False
 
     @classmethod
@@ -166,7 +206,7 @@ class Stage:
         """Set up this process, which is of no use for anything else afterwards."""
         if not drops:
             _drop_nothing()
-        stage = cls(copies=copies, in_loop=in_loop)
+        stage = cls(clock=Clock(session.namespace), copies=copies, in_loop=in_loop)
         warnings.simplefilter("ignore")  # the start of the cell may have brought other filters back
         keep_to_itself(session.shell)
         _keep_what_is_shown(session.shell, stage.said)
