@@ -1,10 +1,9 @@
-"""Expressions of rules: what is refused, and that nothing which passes can fail or run without end."""
+"""Expressions of rules: what is refused, and that nothing which passes can fail."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -47,7 +46,6 @@ def test_what_is_no_comparison_of_facts_is_refused_in_one_line(text: str, words:
 
 
 COSTLY = [
-    (f'"{"a" * 40}b" =~ "(a+)+$"', "without end"),
     ('incident.frame =~~ "(a" + "+)+$"', "must be written out"),
     ("1 << 100000000000 > 1", "shifts nothing"),
     ("1e99999999999 & 1 == 1", "natural number"),
@@ -78,50 +76,6 @@ def test_what_is_costly_and_constant_is_refused_before_it_is_evaluated() -> None
 def test_sums_of_constants_and_choices_between_facts_are_not() -> None:
     holds = "incident.requested > 20 * 1024 ** 2 and (incident.free ?? -1) in [-1, 0.5] and 0xff + 1 == incident.total"
     assert _holds(compiled(holds), bound({"incident": {"requested": 2**30, "total": 256}}))
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(a+)+$",
-        "(?:x{0,40}){3}",
-        "((a|bb)c)+",
-        "(a?a)+$",
-        "((a+))*",
-        "(?P<n>a*)*",
-        "(a*){2,}",
-        "x(?:(?:a|bc))+",
-        ".*" * 9 + "x",
-        "[a-z]*a*[a-z_]+b*x",
-        "(.*)(?:.*)y|z.*(.{0,300}.{0,300})x",
-    ],
-)
-@pytest.mark.parametrize("within", ["{}", "not ({})", "incident.is_oom and (incident.is_oom or {})"])
-def test_a_pattern_that_can_match_in_countless_ways_is_refused(pattern: str, within: str) -> None:
-    with pytest.raises(ValueError, match="without end"):
-        compiled(within.format(f'incident.source_line =~~ "{pattern}"'))
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(?i)attention|attn",
-        "(ab)+",
-        "(a|b)?",
-        "(a+)?",
-        "[(a+)+]",
-        r"\\(a+\\)+",
-        "[a-z_]+[.]py:[0-9]+ (x|y)",
-        "a??(b)",
-        ".*.*x",
-        "[a-z]+ [a-z]+ [a-z]+ x",
-    ],
-)
-def test_a_plain_pattern_is_not(pattern: str) -> None:
-    began = time.monotonic()
-    rule = compiled(f'incident.source_line =~~ "{pattern}"')
-    _holds(rule, bound({"incident": {"source_line": "a" * 5000 + "!"}}))
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
