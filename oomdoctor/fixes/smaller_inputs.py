@@ -1,19 +1,18 @@
 """Smaller inputs: shorter sequences, and smaller images.
 
 Activations grow with the length of the sequences, those of plain attention with its square, and those of convolutions
-with the area of images. A size is changed where a tokenizer or a transform is told it, if everything that was made with
-it can be made anew; else the batch is made smaller in the loop, before the model is given it. What stands beyond a cut
-is not learnt from. Images only for models that pool images of whatever size before their last layers: others would not
-run on another size, or would give results of another size than their targets.
+with the area of images. The batch is made smaller in the loop, before the model is given it: that holds whatever made
+the batch, and nothing has to be made anew. What stands beyond a cut is not learnt from. Images only for models that
+pool images of whatever size before their last layers: others would not run on another size, or would give results of
+another size than their targets.
 
 There is no live form: whether a model may be given less than it asks for is in the code that calls it.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -39,11 +38,8 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
-from oomdoctor.program.book import Book, Number, calls
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.import_lines import spelled
-from oomdoctor.program.names import call_name
-from oomdoctor.program.replay import LOADERS, exchange_numbers
 
 Line: TypeAlias = Callable[[TrainingLoop, set[str]], str]
 """Makes the line that makes the batch of a loop smaller, from the loop and the names that are bound by then."""
@@ -51,16 +47,11 @@ Line: TypeAlias = Callable[[TrainingLoop, set[str]], str]
 _DIVISORS: Final = (2, 4, 8)
 _SHORTEST: Final = 16
 _WHOLE: Final = re.compile(r"^(torch\.)?(u?int(8|16|32|64)|long|bool)$")
-_TOKENIZER: Final = re.compile(r"(^|\.|_)(tokenizer|tok|processor)$|\.(batch_encode_plus|encode_plus)$", re.IGNORECASE)
-_MAKES: Final = re.compile(
-    LOADERS.pattern + r"|^(\w*tokenizer|tok)(\.(batch_encode_plus|encode_plus))?$|^torch\.(tensor|stack|cat)$"
-)
 _SHARES: Final = ((3, 4), (1, 2), (1, 4))
 _SMALLEST: Final = 32
 _MULTIPLE: Final = 8
 """Sizes are kept to multiples of this, as strides of 2 halve them again and again."""
 _CHANNELS: Final = frozenset({1, 3, 4})
-_SIZES: Final = frozenset({"Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop"})
 
 
 def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
@@ -118,28 +109,7 @@ def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     loops, length = _loops(evidence, of_images=False), dose.number("length")
     if any(f"[:, :{length}]" in cell.source for cell in cells.history):
         raise Unfit(f"the batch is cut to {length} already")
-    told = _told(Book.read(cells), _max_length)
-    if told and max(number.value for number in told) <= length:
-        raise Unfit(f"the tokenizer cuts to {length} or less already")
-    sizes = {number: length for number in told if number.value > length}
-    return _written(
-        cells, loops, exchange_numbers(cells, sizes, _MAKES) if sizes else None, partial(_cut, evidence, length)
-    )
-
-
-def _max_length(call: ast.Call) -> list[ast.expr]:
-    """Return what a tokenizer is given as ``max_length`` with truncation on."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    cuts = "truncation" in given and ast.unparse(given["truncation"]) not in {"False", "None"}
-    is_it = _TOKENIZER.search(ast.unparse(call.func)) and cuts and "max_length" in given
-    return [given["max_length"]] if is_it else []
-
-
-def _told(book: Book, sizes: Callable[[ast.Call], Iterable[ast.expr]]) -> list[Number]:
-    """Return the numbers that the cells tell tokenizers or transforms."""
-    every = ((page, call, part) for page in book.pages for call in calls(page.tree) for part in sizes(call))
-    found = (one for page, call, part in every for one in book.numbers(part, book.place(page, call)))
-    return list({id(one.node): one for one in found}.values())
+    return _written(cells, loops, partial(_cut, evidence, length))
 
 
 def _batch_shapes(evidence: Evidence) -> Iterator[tuple[str, str, Holding]]:
@@ -224,15 +194,10 @@ def _side(evidence: Evidence) -> int:
 @refusing
 def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with images of ``dose["size"]`` pixels a side."""
-    loops, side, size = _loops(evidence, of_images=True), _side(evidence), dose.number("size")
+    loops, size = _loops(evidence, of_images=True), dose.number("size")
+    _side(evidence)  # of squares of one size alone
     if any("interpolate(" in cell.source and f"({size}, {size})" in cell.source for cell in cells.history):
         raise Unfit(f"the images are scaled to {size} x {size} already")
-    told = _told(Book.read(cells), _side_told)
-    values = {number.value for number in told}
-    if side not in values and (size in values or max(values, default=side) < size):
-        raise Unfit(f"the transforms make images of {size} or less already")
-    # What is resized before it is cropped keeps its margin.
-    sizes = {number: max(number.value * size // side, 1) for number in told if number.value >= side}
 
     def scaled(_: TrainingLoop, names: set[str]) -> str:
         function = spelled(cells, "torch.nn.functional.interpolate")
@@ -242,21 +207,11 @@ def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         call = need(function, "the cells do not import `torch` by its name")
         return f'{images[0]} = {call}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'
 
-    return _written(cells, loops, exchange_numbers(cells, sizes) if side in values else None, scaled)
+    return _written(cells, loops, scaled)
 
 
-def _side_told(call: ast.Call) -> list[ast.expr]:
-    """Return what a transform is given as the size to make."""
-    if call_name(call).rpartition(".")[2] not in _SIZES:
-        return []
-    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "size")]
-    return [part for one in given for part in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
-
-
-def _written(
-    cells: Cells, loops: Sequence[TrainingLoop], told: Patch | Refused | None, line_of: Line
-) -> Patch | Refused:
-    """Return the cells with other sizes where they are told, else with a line before the model is run in each loop."""
+def _written(cells: Cells, loops: Sequence[TrainingLoop], line_of: Line) -> Patch | Refused:
+    """Return the cells with a line before the model is run in each loop."""
 
     def change(parsed: rewriting.ParsedCell, here: list[TrainingLoop]) -> dict[cst.CSTNode, rewriting.New]:
         changes: dict[cst.CSTNode, rewriting.New] = {}
@@ -266,7 +221,7 @@ def _written(
             changes[step.loop] = step.preceded_by(line_of(facts, known & reads(step.node.body[step.first])))
         return changes
 
-    return told if isinstance(told, Patch) else rewriting.at_sites(cells, loops, change)
+    return rewriting.at_sites(cells, loops, change)
 
 
 FIXES: Final = (

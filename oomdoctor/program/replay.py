@@ -60,12 +60,12 @@ def node_of(parsed: rewriting.ParsedCell, node: ast.expr) -> cst.CSTNode | None:
     return None
 
 
-def exchange_numbers(cells: Cells, values: Mapping[Number, int], makes: re.Pattern[str] = LOADERS) -> Patch | Refused:
-    """Return the patch that writes other values where these numbers stand; ``makes`` as in ``write``."""
+def exchange_numbers(cells: Cells, values: Mapping[Number, int]) -> Patch | Refused:
+    """Return the patch that writes other values where these numbers stand."""
     changed = exchanged((number.page, number.node, cst.Integer(str(value))) for number, value in values.items())
     if isinstance(changed, Refused):
         return changed
-    return write(cells, changed, makes, entries={number: value for number, value in values.items() if number.entry})
+    return write(cells, changed, entries={number: value for number, value in values.items() if number.entry})
 
 
 def exchanged(
