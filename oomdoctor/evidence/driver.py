@@ -27,27 +27,18 @@ _WORDS: Final = {
     "machine (or the container)",
     "NotSupported": "the NVIDIA driver does not tell this of this card",
     "NoPermission": "the NVIDIA driver does not tell this to this user",
-    "NotFound": "the NVIDIA driver knows nothing by that name",
-    "GpuNotFound": "the NVIDIA driver finds no such card",
     "FunctionNotFound": "the NVIDIA driver is too old to tell this",
     "ArgumentVersionMismatch": "the NVIDIA driver is too old to tell this",
     "Deprecated": "the NVIDIA driver is too new for this version of nvidia-ml-py",
     "GpuIsLost": "the card was lost: the driver cannot reach it until the machine restarts",
     "ResetRequired": "the card must be reset before it can be used",
-    "InvalidState": "the card is in a state in which the NVIDIA driver cannot tell this",
-    "NotReady": "the card is not ready yet",
-    "InUse": "the card is in use for something that rules this out",
     "OperatingSystem": "the operating system, or the container, blocks the question to the NVIDIA driver",
-    "Timeout": "the NVIDIA driver did not answer in time",
-    "InsufficientPower": "the card's power cables are not connected",
-    "IrqIssue": "the NVIDIA driver gets no interrupts from the card",
-    "CorruptedInforom": "the card's own store of information is corrupt",
-    "Memory": "the NVIDIA driver ran out of host memory",
-    "InsufficientResources": "the NVIDIA driver ran out of resources of its own",
-    "NoData": "the NVIDIA driver has no data on this yet",
     "Uninitialized": "NVML was shut down by another part of this process",
 }
-"""What pynvml's errors mean for the reader. Source: ``nvmlReturn_t`` in the NVML API reference."""
+"""What pynvml's errors mean for the reader where their names alone do not tell it.
+
+Source: ``nvmlReturn_t`` in the NVML API reference.
+"""
 
 
 @contextmanager
