@@ -2,13 +2,13 @@
 
 What runs a trainer is in no cell. So the frames of the failure are read for it: the modules that they run name the
 library and the phase, and their locals lead to the trainer, whose settings are read from its dictionary. ``accelerate``
-is another case: its loop is the user's own, and what it does is told by the call of ``Accelerator`` in the cells.
+is another case: its loop is the user's own, and the call of ``Accelerator`` in the cells tells its precision.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -19,7 +19,6 @@ from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, trac
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Call, Program, calls, imports_of
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.training_loops import steps_within
 
 Setting: TypeAlias = int | float | str | bool | None
 Modules: TypeAlias = Sequence[tuple[str, Any]]  # and other objects, each with its path
@@ -63,23 +62,18 @@ def _of_lightning(found: Passed, modules: Modules) -> dict[str, Any]:
     loaders = held(trainer, "fit_loop", "_combined_loader", "_flattened")
     precision = held(trainer, "strategy", "_precision_plugin", "precision")
     one = loaders[0] if type(loaders) is list and len(loaders) == 1 else None
+    one = one if kind_of(type(one)) is Kind.LOADER else None
     return {
         "settings": (
             ("accumulate_grad_batches", _word(held(trainer, "accumulate_grad_batches"))),
             # The plugin for full precision has its name on the class alone. Source: lightning's ``Precision``.
             ("precision", _word(precision or "32-true")),
-            *_of_loader(one),
+            *((name, _word(held(one, name))) for name in ("batch_size", "drop_last") if one is not None),
         ),
         "model": _model(found.model, modules),
         "weighs": "parts",
         "samples": length(held(one, "dataset")),
     }
-
-
-def _of_loader(loader: Any) -> tuple[tuple[str, Setting], ...]:
-    """Return what a ``DataLoader`` says of its batches."""
-    names = ("batch_size", "drop_last") if kind_of(type(loader)) is Kind.LOADER else ()
-    return tuple((name, _word(held(loader, name))) for name in names)
 
 
 def _word(value: object) -> Setting:
@@ -224,13 +218,12 @@ def trainers(
     under: Ground,
     found: Passed | None,
     modules: Modules,
-    loaders: Modules,
     loops: Sequence[TrainingLoop],
 ) -> tuple[TrainerFacts, ...]:
-    """Return the trainer that the failure went through, or the ``Accelerator`` that its loop accumulates by."""
+    """Return the trainer that the failure went through, or the ``Accelerator`` that its loop goes by."""
     makers = list(_makers(program, under))
     if found is None:
-        return _accelerators(under, makers, dict(loaders), loops)
+        return _accelerators(makers, loops)
     own = [call for library, call in makers if library == found.library]
     maker = own[0] if len(own) == 1 else None
     facts = (_of_lightning if found.library == "lightning" else _of_transformers)(found, modules)
@@ -248,17 +241,11 @@ def trainers(
     )
 
 
-def _accelerators(
-    under: Ground, makers: Sequence[tuple[str, Call]], loaders: Mapping[str, Any], loops: Sequence[TrainingLoop]
-) -> tuple[TrainerFacts, ...]:
+def _accelerators(makers: Sequence[tuple[str, Call]], loops: Sequence[TrainingLoop]) -> tuple[TrainerFacts, ...]:
     own = [call for library, call in makers if library == "accelerate"]
-    running = [loop for loop in loops if loop.in_failing_run]
-    if len(own) != 1 or len(running) != 1:
+    if len(own) != 1 or not any(loop.in_failing_run for loop in loops):
         return ()
-    call = own[0]
-    given = {name: _word(value) for name, value in call.literals.items()}
-    path = dict(running[0].stands_for).get(running[0].loader, running[0].loader)
-    loader = loaders.get(path)
+    (call,) = own
     return (
         TrainerFacts(
             library="accelerate",
@@ -266,13 +253,7 @@ def _accelerators(
             cell=call.cell,
             line=call.line,
             call=call.name,
-            settings=(
-                ("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1)),
-                ("mixed_precision", given.get("mixed_precision")),
-                *_of_loader(loader),
-            ),
-            weighs="parts" if steps_within(under.reach, running[0], ".accumulate", "sync_gradients") else "",
-            samples=length(held(loader, "dataset")),
+            settings=(("mixed_precision", _word(call.literals.get("mixed_precision"))),),
         ),
     )
 

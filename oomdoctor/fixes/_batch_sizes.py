@@ -242,26 +242,7 @@ def check_not_counted(cells: Cells, made: ast.Call) -> None:
         raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
 
 
-def loader_of_trainer(book: Book, loop: TrainingLoop | None) -> tuple[Number, ...]:
-    """Return the numbers that set the batch size of the loader of a trainer, or of the loop that it prepares."""
-    return _of_fit(book) if loop is None else _of_loop(book, loop)
-
-
-def _of_loop(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
-    """Return those of the loader that a loop goes through, from before ``prepare`` of an ``Accelerator``."""
-    inside, _ = need(book.loop(facts), "the loop is not where it was found before")
-    bodies = [(inside, inside.function.body)] if inside.function is not None else []
-    made: list[tuple[ast.expr, Place]] = []
-    for place, body in bodies or [(Place(page=page), page.tree.body) for page in book.pages]:
-        for node in (one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Assign)):
-            names = [ast.unparse(part) for target in node.targets for part in getattr(target, "elts", [target])]
-            if facts.loader in names and call_name(node.value).rpartition(".")[2] == "DataLoader":
-                made.append((node.value, place))
-    found = loader_sizes(book, *made[-1]) if made else sizes_of(book, facts)
-    return need(found, f"what made the batches of `{facts.loader}` was not found")
-
-
-def _of_fit(book: Book) -> tuple[Number, ...]:
+def sizes_of_fit(book: Book) -> tuple[Number, ...]:
     """Return those of the loader that ``fit`` is given, or that ``train_dataloader`` of a class returns."""
     fits = [(page, call) for page in book.pages for call in calls(page.tree) if call_name(call).endswith(".fit")]
     for page, call in fits[-1:]:

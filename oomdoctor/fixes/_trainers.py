@@ -7,9 +7,10 @@ is left alone: something else sets it.
 
 Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and
 that differs: ``transformers.Trainer`` passes the number of labels to models that take it, whether their loss divides by
-it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning and
-accelerate give each part the same share of a full batch, in the last batch of an epoch too.
-Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``, ``Accelerator.backward``.
+it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning gives
+each part the same share of a full batch, in the last batch of an epoch too. A loop that goes by accelerate is in the
+cells, where its batches are taken apart: of its settings the precision alone is changed.
+Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._batch_sizes import check_not_counted, loader_of_trainer, smaller
-from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing, why_no_parts
+from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
+from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
@@ -93,7 +93,6 @@ _SETTINGS: Final[Mapping[tuple[str, str], tuple[_Term, ...] | Callable[[TrainerF
         _Term("gradient_accumulation_steps", "*", "parts"),
     ),
     ("lightning", "micro_batch"): (_Term("accumulate_grad_batches", "*", "parts"),),
-    ("accelerate", "micro_batch"): (_Term("gradient_accumulation_steps", "*", "parts"),),
     ("transformers", "smaller_batch"): (_Term("per_device_train_batch_size", "=", "batch_size"),),
     ("lightning", "smaller_batch"): (),
     **{(library, "autocast"): _mixed for library in _MIXED},
@@ -108,7 +107,7 @@ _SETTINGS: Final[Mapping[tuple[str, str], tuple[_Term, ...] | Callable[[TrainerF
 Source: ``transformers.TrainingArguments``, ``lightning.Trainer`` and ``accelerate.Accelerator``.
 """
 
-_BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size", "accelerate": "batch_size"}
+_BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size"}
 """What the samples in a batch are called among the settings; of a loader where the library has no such setting."""
 _DEFAULTS: Final = {
     "per_device_train_batch_size": 8,
@@ -176,19 +175,15 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
             text = text.replace('"', "'") if is_single else text
             new, after = arguments.with_keyword(new, term.keyword, text, after), term.keyword
         changes.append((page, made[0], new))
-    if trainer.library != "transformers" and fix in {"micro_batch", "smaller_batch"}:
+    if trainer.library == "lightning" and fix in {"micro_batch", "smaller_batch"}:
         check_not_counted(cells, made[0])
-        running = next((loop for loop in code.loops if loop.in_failing_run and trainer.library == "accelerate"), None)
-        found, in_force = loader_of_trainer(book, running), _set(trainer, _BATCH[trainer.library])
-        if any(number.value != (in_force or found[0].value) for number in found):
+        found, in_force = sizes_of_fit(book), _set(trainer, _BATCH[trainer.library])
+        if any(number.value != in_force for number in found):
             raise Unfit(f"the cells say batches of {found[0].value}, and batches of {in_force} were in force")
-        size, odd = found[0].value, 0
-        if fix == "smaller_batch":
-            size = dose.number("batch_size")
-        else:
-            size, odd = divmod(size, dose.number("parts"))
-        if odd:
-            raise Unfit(f"a batch of {found[0].value} does not divide into {dose.number('parts')} parts")
+        parts = dose.number("parts") if fix == "micro_batch" else 1
+        size = dose.number("batch_size") if fix == "smaller_batch" else found[0].value // parts
+        if found[0].value % parts:
+            raise Unfit(f"a batch of {found[0].value} does not divide into {parts} parts")
         changes += [(number.page, number.node, cst.Integer(str(size))) for number in found]
     return write(cells, need(exchanged(changes)), _MAKES)
 
@@ -241,8 +236,6 @@ def _proposed(fix: str, incident: Incident, evidence: Evidence) -> tuple[Proposa
         if evaluates and fix in {"micro_batch", "smaller_batch", "checkpoint_blocks"}:
             raise Unfit("the trainer was evaluating, without gradients")
         return None
-    if fix == "micro_batch" and trainer.library == "accelerate" and trainer.weighs != "parts":
-        return None
     found = _PROPOSERS[fix](trainer, incident, evidence)
     return None if found is None else tuple(found)
 
@@ -252,7 +245,7 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
     check_short(incident, evidence)
     size, splittable = _splittable(trainer, incident, evidence)
     for parts in _whole_parts(size, "a batch"):
-        caveats = tuple(_differs(trainer, evidence.code, size, parts))
+        caveats = tuple(_differs(trainer, size, parts))
         yield Proposal(
             dose=Dose.of(parts=parts, through=trainer.library),
             effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
@@ -263,9 +256,9 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
         )
 
 
-def _whole_parts(size: int | None, what: str) -> list[int]:
+def _whole_parts(size: int, what: str) -> list[int]:
     """Return into how many parts of the same size it divides."""
-    found = [parts for parts in _PARTS if size is None or size % parts == 0]
+    found = [parts for parts in _PARTS if size % parts == 0]
     return need(found or None, f"{what} of {size} samples has no half")
 
 
@@ -277,9 +270,6 @@ def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
     spread = _set(trainer, "deepspeed") or _set(trainer, "fsdp") or code.distributed
     if spread or (type(devices) is int and devices > 1) or (code.world_size or 1) > 1:
         return "the training is spread over devices: how they would weigh the parts of a batch was not tried"
-    if trainer.library == "accelerate":
-        loops = [replace(loop, accumulates=False) for loop in code.loops if loop.in_failing_run]
-        return next((why for loop in loops if (why := why_no_parts(code, loop))), None)
     if trainer.model is None:
         return "the model that the trainer trains was not found"
     if trainer.model.batch_norm:
@@ -287,51 +277,46 @@ def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
     return None
 
 
-def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[int | None, int]:
-    """Return the samples in a batch, None where the cells alone say it, and the bytes that go with them."""
+def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> tuple[int, int]:
+    """Return the samples in a batch, and the bytes that go with them."""
     size = _set(trainer, _BATCH[trainer.library])
-    if type(size) is not int and (trainer.library != "accelerate" or size is not None):
+    if type(size) is not int:
         raise Unfit("how many samples a batch has is not known")
     if size == 1:
         raise Unfit("the batch has one sample: there is nothing to split")
     held = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
     if not held + (incident.requested or 0):
         raise Unfit("no activations were found that smaller parts could save")
-    return size if type(size) is int else None, held + (incident.requested or 0)
+    return size, held + (incident.requested or 0)
 
 
-def _differs(trainer: TrainerFacts, code: CodeFacts, size: int | None, parts: int) -> Iterator[str]:
+def _differs(trainer: TrainerFacts, size: int, parts: int) -> Iterator[str]:
     """Yield what comes out another way in parts."""
-    for draws in _draws(trainer, code):
+    if (draws := _draws(trainer)) is not None:
         yield f"{draws} draws other random numbers for parts of a batch than for the whole"
     if trainer.weighs == "parts":
         yield "each part counts the same, as it should only where the loss is a mean over samples"
     leaves_out = _set(trainer, "dataloader_drop_last" if trainer.library == "transformers" else "drop_last")
-    rest = trainer.samples % size if trainer.samples is not None and size is not None else None
+    rest = trainer.samples % size if trainer.samples is not None else None
     if leaves_out:
-        if rest is None or size is None or rest >= size // parts:
+        if rest is None or rest >= size // parts:
             yield "samples that `drop_last` leaves out now would make one more step in each epoch"
     elif trainer.weighs == "parts":
-        if rest is None or size is None:
+        if rest is None:
             yield "a last batch of an epoch with fewer samples would be weighted otherwise"
         elif rest % (size // parts if trainer.library == "transformers" else size):
             yield f"the last batch of an epoch, of {rest} samples, would be weighted otherwise"
 
 
-def _draws(trainer: TrainerFacts, code: CodeFacts) -> Iterator[str]:
-    if trainer.draws is not None:
-        yield trainer.draws
-        return
-    loops = [loop for loop in code.loops if loop.in_failing_run] if trainer.library == "accelerate" else []
-    models = [trainer.model] if trainer.model is not None else list(code.models) if loops else []
-    yield from (f"`{loop.draws[0]}`" for loop in loops if loop.draws)
-    yield from (layer(model, model.dropout[0]) for model in models if model.dropout)
+def _draws(trainer: TrainerFacts) -> str | None:
+    model = trainer.model
+    return trainer.draws or (layer(model, model.dropout[0]) if model is not None and model.dropout else None)
 
 
 def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     size, scales = _splittable(trainer, incident, evidence)
     normalises = trainer.model is not None and bool(trainer.model.batch_norm)
-    return smaller(need(size, "how many samples a batch has is not known"), scales, least=2 if normalises else 1)
+    return smaller(size, scales, least=2 if normalises else 1)
 
 
 def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:

@@ -190,7 +190,7 @@ class TrainerFacts:
         given_optimizer: the optimizer was made by the user.
         recomputes: the model has a switch to recompute its activations.
         weighs: how it means to add up the gradients of parts of a batch: ``items`` by the labels in each, ``parts`` all
-            alike; empty where it does not.
+            alike; empty for accelerate, whose loop is the user's.
         draws: what draws random numbers for each part of a batch, or may, beside layers of the model.
         samples: in the data set that it trains on, None where that is not known.
         gathered_bytes: predictions that it has gathered.

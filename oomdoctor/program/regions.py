@@ -108,7 +108,14 @@ def _stretches(block: Sequence[ast.stmt]) -> Iterator[tuple[int, int]]:
 
 
 def _is_apart(node: ast.stmt) -> bool:
-    """Tell whether a branch has several backward passes one after the other, which are regions of its own block."""
+    """Tell whether the regions are those of a branch's own block.
+
+    It has several backward passes one after the other, or is a ``with`` that the optimizer steps in: that is entered
+    once for each step, which ``accumulate`` of accelerate counts.
+    """
+    steps = any(isinstance(one, ast.Attribute) and one.attr == "step" for one in ast.walk(node))
+    if isinstance(node, ast.With | ast.AsyncWith) and steps and backwards_in(node):
+        return True
     return isinstance(node, _BRANCHES) and any(
         sum(bool(backwards_in(one)) for one in block) > 1 or any(map(_is_apart, block)) for block in blocks_of(node)
     )

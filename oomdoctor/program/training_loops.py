@@ -333,23 +333,6 @@ def looped(program: Program, path: str) -> bool:
     return any(loops for loops, _ in found) and not any(others for _, others in found)
 
 
-def steps_within(scopes: Iterable[Scope], loop: TrainingLoop, context: str, flag: str) -> bool:
-    """Return whether a loop steps as a context of a library says, and by no count of its own.
-
-    Args:
-        context: how the name of what the loop enters ends.
-        flag: what is asked before gradients are clipped: those of parts must not be before they are all there.
-    """
-    nodes = (node for scope in scopes if scope.cell == loop.cell for node in own_nodes(scope.body))
-    found = next((node for node in nodes if isinstance(node, ast.For) and node.lineno == loop.line), None)
-    inner = list(own_nodes(found.body)) if found is not None else []
-    tests = [one.test for one in inner if isinstance(one, ast.If)]
-    counts = any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
-    waits = "clip" not in loop.order or any(flag in ast.unparse(test) for test in tests)
-    enters = any(call_name(one.context_expr).endswith(context) for one in inner if isinstance(one, ast.withitem))
-    return waits and not counts and enters
-
-
 def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
     """Return whether loops of ``scope`` go through the loader, and whether anything else uses it as a whole."""
     names = {path, *(name for name, text in program.given(scope).items() if text == path)}

@@ -259,41 +259,21 @@ def test_lightning(module: str, phase: str) -> None:
 
 ACCELERATE = """
     from accelerate import Accelerator
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accelerator = Accelerator(mixed_precision="fp16")
     for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = loss_fn(model(x), y)
-            accelerator.backward(loss)
-            {more}
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "weighs"),
-    [
-        ("pass", "parts"),
-        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", ""),
-        ("if accelerator.sync_gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "parts"),
-        ("if step % 2: optimizer.step()", ""),
-    ],
-)
-def test_accelerate(more: str, weighs: str) -> None:
+def test_accelerate() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    loader = DataLoader(TensorDataset(torch.zeros(10, 2), torch.zeros(10)), batch_size=4)
-    namespace = {"model": model, "optimizer": optimizer, "loader": loader}
-    cells = Cells(history=(Cell(number=1, source=textwrap.dedent(ACCELERATE.format(more=more)).strip()),))
+    namespace = {"model": model, "optimizer": optimizer, "loader": DataLoader(TensorDataset(torch.zeros(10, 2)))}
+    cells = Cells(history=(Cell(number=1, source=textwrap.dedent(ACCELERATE).strip()),))
     found = [[(name, value)] for name, value in namespace.items()]
     (one,) = facts(cells, namespace, *found).trainers
     assert (one.library, one.phase, one.cell, one.line, one.call) == ("accelerate", "train", 1, 2, "Accelerator")
-    settings = {"gradient_accumulation_steps": 2, "mixed_precision": None, "batch_size": 4, "drop_last": False}
-    assert dict(one.settings) == settings
-    assert (one.weighs, one.samples) == (weighs, 10)
-
-
-def test_a_loop_without_accumulate_steps_on_each_batch() -> None:
-    source = textwrap.dedent(ACCELERATE.format(more="pass")).replace("with accelerator.accumulate(model)", "if True")
-    (one,) = facts(Cells(history=(Cell(number=1, source=source),)), {}).trainers
-    assert one.weighs == ""
+    assert (dict(one.settings), one.weighs) == ({"mixed_precision": "fp16"}, "")

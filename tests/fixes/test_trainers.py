@@ -6,7 +6,6 @@ written, and the text of the change is what is tested.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -310,8 +309,8 @@ ACC: dict[str, Any] = {
     "cell": 1,
     "line": 2,
     "call": "Accelerator",
-    "settings": {"gradient_accumulation_steps": 1, "mixed_precision": None},
-    "weighs": "parts",
+    "settings": {"mixed_precision": None},
+    "weighs": "",
     "model": None,
     "samples": None,
 }
@@ -321,33 +320,25 @@ def loop() -> Any:
     return live.loop(1, 5, "main", accumulates=True)
 
 
-def test_accelerate() -> None:
+def test_a_loop_of_accelerate_is_taken_apart_within_what_counts_its_steps() -> None:
+    found = proposals("micro_batch", facts(**ACC), loops=(loop(),))
+    assert {(one.effect, "through" in dict(one.dose.values)) for one in found} == {(Effect.EQUIVALENT, False)}
     same(
-        diff("micro_batch", facts(**ACC), FOUR, ACCELERATE, "main()\n", loops=(loop(),)),
-        "-    accelerator = Accelerator()",
-        "-    loader = DataLoader(data, batch_size=32)",
-        "+    accelerator = Accelerator(gradient_accumulation_steps=4)",
-        "+    loader = DataLoader(data, batch_size=8)",
+        diff("micro_batch", facts(**ACC), Dose.of(parts=4), ACCELERATE, "main()\n", loops=(loop(),)),
+        "-            accelerator.backward(loss_fn(model(x), y))",
+        "+            # In 4 parts: the gradients of the whole batch, the activations of one part at a time.",
+        "+            for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):",
+        "+                loss = (loss_fn(model(micro_x), micro_y)) * (len(micro_x) / len(x))",
+        "+                accelerator.backward(loss)",
     )
+
+
+def test_the_precision_of_accelerate() -> None:
     (one,) = proposals("autocast", facts(**ACC), loops=(loop(),))
     assert one.effect is Effect.ADVICE
     assert "restart the kernel" in str(one.caveat)
     lines = diff("autocast", facts(**ACC), one.dose, ACCELERATE, "main()\n", loops=(loop(),))
     assert '+    accelerator = Accelerator(mixed_precision="bf16")' in lines
-
-
-def test_accelerate_made_in_an_earlier_cell_cannot_be_made_again() -> None:
-    top, _, rest = textwrap.dedent(ACCELERATE.partition("\n")[2]).partition("for x")
-    made = patch(
-        "micro_batch",
-        facts(**{**ACC, "line": 1}),
-        FOUR,
-        top,
-        "for x" + rest,
-        loops=(live.loop(2, 1, accumulates=True),),
-    )
-    assert isinstance(made, Refused)
-    assert "cannot run again" in made.reason
 
 
 @pytest.mark.parametrize(
@@ -454,12 +445,6 @@ def test_parts_are_refused(given: dict[str, Any], reason: str) -> None:
 
 def test_several_processes_are_refused() -> None:
     assert "spread over devices" in refusal("micro_batch", facts(), world_size=2)
-
-
-def test_a_loop_of_accelerate_without_accumulate_is_taken_apart_in_its_source() -> None:
-    trainer = facts(**{**ACC, "weighs": ""})
-    found = proposals("micro_batch", trainer, loops=(replace(loop(), accumulates=False),))
-    assert all("through" not in dict(one.dose.values) for one in found)
 
 
 def test_mixed_precision() -> None:
