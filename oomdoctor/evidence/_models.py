@@ -152,9 +152,6 @@ def _loss(path: str, value: Any) -> LossFacts:
         type_name=module.cls.__name__,
         reduction=reduction if _is(reduction, str) else None,
         ignore_index=ignored if _is(ignored, int) else None,
-        # pos_weight scales elements and leaves the divisor alone; a class weight changes what the mean divides by.
-        weighted=dict.get(module.mapping("_buffers"), "weight") is not None,
-        label_smoothing=module.number("label_smoothing"),
     )
 
 

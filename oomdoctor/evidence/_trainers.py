@@ -1,20 +1,20 @@
 """Trainers of libraries: which of them a failure went through, what it was doing, and with which settings.
 
 What runs a trainer is in no cell. So the frames of the failure are read for it: the modules that they run name the
-library and the phase, and their locals lead to the trainer, whose settings are read from its dictionary. ``accelerate``
-is another case: its loop is the user's own, and the call of ``Accelerator`` in the cells tells its precision.
+library and the phase, and their locals lead to the trainer, whose settings are read from its dictionary. The loop of a
+program that goes by ``accelerate`` is the user's own, and no case of this.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from oomdoctor.evidence import _models
 from oomdoctor.evidence._models import held
-from oomdoctor.model.code import ModelFacts, TrainerFacts, TrainingLoop
+from oomdoctor.model.code import ModelFacts, TrainerFacts
 from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, traceback_of
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Call, Program, calls, imports_of
@@ -158,7 +158,6 @@ _HOMES: Final = {
 _MAKERS: Final = {
     "transformers": re.compile(r"^transformers(\.\w+)*\.(Seq2Seq)?TrainingArguments$"),
     "lightning": re.compile(r"^(lightning|pytorch_lightning)(\.\w+)*\.Trainer$"),
-    "accelerate": re.compile(r"^accelerate(\.\w+)*\.Accelerator$"),
 }
 """What is called with the settings."""
 
@@ -213,21 +212,17 @@ def _is_trainer(library: str, value: object) -> bool:
     return any(_HOMES[library].match(module_of(base)) and name_of(base) == "Trainer" for base in mro_of(type(value)))
 
 
-def trainers(
-    program: Program,
-    under: Ground,
-    found: Passed | None,
-    modules: Modules,
-    loops: Sequence[TrainingLoop],
-) -> tuple[TrainerFacts, ...]:
-    """Return the trainer that the failure went through, or the ``Accelerator`` that its loop goes by."""
-    makers = list(_makers(program, under))
+def trainers(program: Program, under: Ground, found: Passed | None, modules: Modules) -> tuple[TrainerFacts, ...]:
+    """Return the trainer that the failure went through."""
     if found is None:
-        return _accelerators(makers, loops)
-    own = [call for library, call in makers if library == found.library]
-    maker = own[0] if len(own) == 1 else None
+        return ()
+    made, makers, imports = list(calls(under.basis)), list[Call](), imports_of(program)
+    for call in made:
+        head, dot, rest = call.name.partition(".")
+        makers += [call] if _MAKERS[found.library].match(imports.get(head, head) + dot + rest) else []
+    maker = makers[0] if len(makers) == 1 else None
     facts = (_of_lightning if found.library == "lightning" else _of_transformers)(found, modules)
-    if any(call.name.endswith("Trainer") and "optimizers" in call.keywords for call in calls(under.basis)):
+    if any(call.name.endswith("Trainer") and "optimizers" in call.keywords for call in made):
         facts["given_optimizer"] = True
     return (
         TrainerFacts(
@@ -239,29 +234,3 @@ def trainers(
             **facts,
         ),
     )
-
-
-def _accelerators(makers: Sequence[tuple[str, Call]], loops: Sequence[TrainingLoop]) -> tuple[TrainerFacts, ...]:
-    own = [call for library, call in makers if library == "accelerate"]
-    if len(own) != 1 or not any(loop.in_failing_run for loop in loops):
-        return ()
-    (call,) = own
-    return (
-        TrainerFacts(
-            library="accelerate",
-            phase="train",
-            cell=call.cell,
-            line=call.line,
-            call=call.name,
-            settings=(("mixed_precision", _word(call.literals.get("mixed_precision"))),),
-        ),
-    )
-
-
-def _makers(program: Program, under: Ground) -> Iterator[tuple[str, Call]]:
-    """Yield the calls that the failing cell rests on and that make settings of a library known here."""
-    imports = imports_of(program)
-    for call in calls(under.basis):
-        head, dot, rest = call.name.partition(".")
-        dotted = imports.get(head, head) + dot + rest
-        yield from ((name, call) for name, maker in _MAKERS.items() if maker.match(dotted))

@@ -134,7 +134,7 @@ def facts(
         world_size=world_size(),
         replicas=replicas(modules),
         reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
-        trainers=trainers(program, under, passed, modules, loops),
+        trainers=trainers(program, under, passed, modules),
         **_setup.told(program, under, modules, loaders, loaded, line),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )

@@ -8,8 +8,7 @@ is left alone: something else sets it.
 Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and
 that differs: ``transformers.Trainer`` passes the number of labels to models that take it, whether their loss divides by
 it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning gives
-each part the same share of a full batch, in the last batch of an epoch too. A loop that goes by accelerate is in the
-cells, where its batches are taken apart: of its settings the precision alone is changed.
+each part the same share of a full batch, in the last batch of an epoch too.
 Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``.
 """
 
@@ -63,7 +62,6 @@ class _Term(NamedTuple):
 _MIXED: Final = {
     "transformers": ("{}", "True", {"bfloat16": "bf16", "float16": "fp16"}),
     "lightning": ("precision", '"{}-mixed"', {"bfloat16": "bf16", "float16": "16"}),
-    "accelerate": ("mixed_precision", '"{}"', {"bfloat16": "bf16", "float16": "fp16"}),
 }
 _EIGHT_BITS: Final = {"bitsandbytes": '"adamw_8bit"', "torchao": '"adamw_torch_8bit"'}
 
@@ -104,7 +102,7 @@ _SETTINGS: Final[Mapping[tuple[str, str], tuple[_Term, ...] | Callable[[TrainerF
 }
 """What each fix is in the settings of each library.
 
-Source: ``transformers.TrainingArguments``, ``lightning.Trainer`` and ``accelerate.Accelerator``.
+Source: ``transformers.TrainingArguments`` and ``lightning.Trainer``.
 """
 
 _BATCH: Final = {"transformers": "per_device_train_batch_size", "lightning": "batch_size"}
@@ -117,7 +115,7 @@ _DEFAULTS: Final = {
 }
 _WHEN_EVALUATING: Final = frozenset({"chunked_inference", "offload_predictions"})
 _MAKES: Final = re.compile(
-    LOADERS.pattern + r"|^(\w+\.){0,2}((Seq2Seq)?(TrainingArguments|Trainer)|Accelerator|\w+Callback|EarlyStopping)$"
+    LOADERS.pattern + r"|^(\w+\.){0,2}((Seq2Seq)?(TrainingArguments|Trainer)|\w+Callback|EarlyStopping)$"
 )
 """Calls that may run again: a trainer that is made leaves what it is given as it is, but for the seed that it sets."""
 
@@ -127,8 +125,6 @@ def owner(code: CodeFacts, fix: str) -> TrainerFacts | None:
     phase = "evaluate" if fix in _WHEN_EVALUATING else "train"
     for one in code.trainers:
         if one.phase != phase or (one.library, fix) not in _SETTINGS:
-            continue
-        if one.library == "accelerate" and code.grad_disabled:
             continue
         # A plain checkpoint counts a batch twice in running statistics.
         if fix == "checkpoint_blocks" and (not one.recomputes or one.model is None or one.model.batch_norm):
@@ -321,8 +317,7 @@ def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence
 
 def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:
     in_force = _set(trainer, "bf16") or _set(trainer, "fp16")
-    named = _set(trainer, "precision") or _set(trainer, "mixed_precision")
-    if in_force or named not in {None, "32-true", "no"}:
+    if in_force or _set(trainer, "precision") not in {None, "32-true"}:
         raise Unfit("mixed precision is in force already, or another precision than 32 bits")
     if evidence.code.half_weights:
         raise Unfit("most of the weights take 2 bytes already")

@@ -121,7 +121,7 @@ def _backward(step: StepLines) -> tuple[int, ast.expr]:
     at = next((i for i, one in enumerate(step.node.body) if isinstance(one, ast.Expr) and one.value is call), None)
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     if _OWNERS.match(ast.unparse(receiver)):
-        raise Unfit(f"`{ast.unparse(receiver)}` takes its precision from its own settings")
+        raise Unfit(f"`{ast.unparse(receiver)}` takes its precision from its own settings: set `mixed_precision` there")
     return need(at, "backward is not called by a statement of the loop itself"), receiver
 
 
@@ -264,15 +264,13 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
             f"16-bit copies of {format_size(weights)} of weights would take no less than halving "
             f"{format_size(activations)} of activations gives"
         )
-    once = trainer is not None and trainer.library == "accelerate"
-    caveat = "accelerate keeps the precision that a process began with: restart the kernel; " if once else ""
     yield Proposal(
         dose=Dose.of(dtype=dtype),
-        effect=Effect.ADVICE if once else Effect.CHANGES_RESULT,
+        effect=Effect.CHANGES_RESULT,
         saves=saves,
         basis=f"analytic estimate: half of {format_size(activations)} of activations, less 16-bit copies of "
         f"{format_size(weights)} of weights",
-        caveat=caveat + ROUNDS[dtype],
+        caveat=ROUNDS[dtype],
     )
 
 

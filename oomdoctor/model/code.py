@@ -102,8 +102,6 @@ class LossFacts:
     type_name: str
     reduction: str | None
     ignore_index: int | None = None
-    weighted: bool = False
-    label_smoothing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +176,10 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
-    """A trainer of a library whose loop the failure came out of, or an ``Accelerator`` that a loop goes by.
+    """A trainer of a library whose loop the failure came out of.
 
     Attributes:
-        library: ``transformers``, ``lightning`` or ``accelerate``.
+        library: ``transformers`` or ``lightning``.
         phase: what it was doing, ``train`` or ``evaluate``.
         cell, line: where the cells make its settings, None where there is not one such place.
         call: source text of what is called there, ``TrainingArguments``.
@@ -190,7 +188,7 @@ class TrainerFacts:
         given_optimizer: the optimizer was made by the user.
         recomputes: the model has a switch to recompute its activations.
         weighs: how it means to add up the gradients of parts of a batch: ``items`` by the labels in each, ``parts`` all
-            alike; empty for accelerate, whose loop is the user's.
+            alike.
         draws: what draws random numbers for each part of a batch, or may, beside layers of the model.
         samples: in the data set that it trains on, None where that is not known.
         gathered_bytes: predictions that it has gathered.
@@ -206,7 +204,7 @@ class TrainerFacts:
     optimizer: OptimizerFacts | None = None
     given_optimizer: bool = False
     recomputes: bool = False
-    weighs: str = ""
+    weighs: str
     draws: str | None = None
     samples: int | None = None
     gathered_bytes: int = 0

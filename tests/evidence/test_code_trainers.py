@@ -255,25 +255,3 @@ def test_lightning(module: str, phase: str) -> None:
     }
     assert one.model is not None
     assert (one.model.path, one.samples, one.weighs) == ("lit", 10, "parts")
-
-
-ACCELERATE = """
-    from accelerate import Accelerator
-    accelerator = Accelerator(mixed_precision="fp16")
-    for x, y in loader:
-        loss = loss_fn(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-def test_accelerate() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    namespace = {"model": model, "optimizer": optimizer, "loader": DataLoader(TensorDataset(torch.zeros(10, 2)))}
-    cells = Cells(history=(Cell(number=1, source=textwrap.dedent(ACCELERATE).strip()),))
-    found = [[(name, value)] for name, value in namespace.items()]
-    (one,) = facts(cells, namespace, *found).trainers
-    assert (one.library, one.phase, one.cell, one.line, one.call) == ("accelerate", "train", 1, 2, "Accelerator")
-    assert (dict(one.settings), one.weighs) == ({"mixed_precision": "fp16"}, "")

@@ -304,16 +304,6 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
 """
-ACC: dict[str, Any] = {
-    "library": "accelerate",
-    "cell": 1,
-    "line": 2,
-    "call": "Accelerator",
-    "settings": {"mixed_precision": None},
-    "weighs": "",
-    "model": None,
-    "samples": None,
-}
 
 
 def loop() -> Any:
@@ -321,24 +311,47 @@ def loop() -> Any:
 
 
 def test_a_loop_of_accelerate_is_taken_apart_within_what_counts_its_steps() -> None:
-    found = proposals("micro_batch", facts(**ACC), loops=(loop(),))
-    assert {(one.effect, "through" in dict(one.dose.values)) for one in found} == {(Effect.EQUIVALENT, False)}
-    same(
-        diff("micro_batch", facts(**ACC), Dose.of(parts=4), ACCELERATE, "main()\n", loops=(loop(),)),
+    cells, found = live.cells_of(ACCELERATE, "main()\n"), live.evidence(MODEL, loops=(loop(),))
+    made = fixes.get("micro_batch").patch(cells, found, Dose.of(parts=4))
+    assert isinstance(made, Patch), made
+    assert [line for line in made.diff().splitlines()[2:] if line[:1] in "+-"] == [
         "-            accelerator.backward(loss_fn(model(x), y))",
         "+            # In 4 parts: the gradients of the whole batch, the activations of one part at a time.",
         "+            for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):",
         "+                loss = (loss_fn(model(micro_x), micro_y)) * (len(micro_x) / len(x))",
         "+                accelerator.backward(loss)",
-    )
+    ]
 
 
-def test_the_precision_of_accelerate() -> None:
-    (one,) = proposals("autocast", facts(**ACC), loops=(loop(),))
-    assert one.effect is Effect.ADVICE
-    assert "restart the kernel" in str(one.caveat)
-    lines = diff("autocast", facts(**ACC), one.dose, ACCELERATE, "main()\n", loops=(loop(),))
-    assert '+    accelerator = Accelerator(mixed_precision="bf16")' in lines
+ACCELERATED = ("""
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.Tanh())]
+model = nn.Sequential(*layers, nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(16384, 64), torch.randn(16384, 1))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4096))
+""", """
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+""")  # fmt: skip
+
+
+def test_a_loop_of_accelerate_is_healed_and_steps_as_often() -> None:
+    pytest.importorskip("accelerate")
+    expected = trained(*ACCELERATED)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    assert_heals("micro_batch", *ACCELERATED, budget="40MiB", namespace=namespace)
+    assert live.furthest(expected, live.values(namespace["model"])) < 1e-5
 
 
 @pytest.mark.parametrize(
