@@ -69,8 +69,3 @@ def test_classes_are_outputs_of_the_last_layer_and_rows_of_embeddings_as_wide() 
 def test_positions_and_words_that_are_only_read_are_no_classes() -> None:
     model = nn.Sequential(nn.Embedding(1000, 32), nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 1000))
     assert read("x = 1", model=model).classes == (1000,)
-
-
-def test_smoothing_of_a_loss_module_is_told() -> None:
-    found = read("x = 1", a=nn.CrossEntropyLoss(label_smoothing=0.25), b=nn.MSELoss()).losses
-    assert [loss.label_smoothing for loss in found] == [0.25, 0.0]

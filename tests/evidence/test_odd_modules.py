@@ -76,7 +76,7 @@ def test_attributes_of_other_kinds_are_passed_over_and_none_of_their_code_runs()
     assert (facts.dropout, facts.batch_norm) == (("0",), ("2",))
     assert facts.parameter_bytes == 4 * (4 + 2 + 2 + 2)
     (found,) = _models.losses([("loss", loss)])
-    assert (found.reduction, found.ignore_index, found.weighted) == (None, None, False)
+    assert (found.reduction, found.ignore_index) == (None, None)
     assert ran == []
 
 
