@@ -6,8 +6,9 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import isqrt
 from types import FunctionType
 from typing import Any, Final, NamedTuple
@@ -44,8 +45,9 @@ _FOREACH_DEVICES: Final = frozenset({"cuda", "xpu", "mtia"})
 Source: ``torch.utils._foreach_utils._get_foreach_kernels_supported_devices``.
 """
 _DEEPEST: Final = 64
-_WORTH: Final = 0.75
-"""Share of the layers of a module that stand in parts of their own, from which on it may be taken apart."""
+_LISTS: Final = frozenset({"ModuleList", "ModuleDict"})
+_LONG: Final = 9
+"""From so many layers on, stretches of a ``Sequential`` are recomputed one by one."""
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
@@ -123,13 +125,14 @@ def _model(path: str, root: Any) -> ModelFacts:
     trains = tree[0].flag("training", True)
     # Modules put into evaluation mode one by one (frozen normalisation) neither couple samples nor draw numbers.
     active = [module for module in tree if not trains or module.flag("training", True)]
+    blocks = tuple(module.path for module in tree if _is_repeated(module))
     return ModelFacts(
         path=path,
         type_name=type(root).__name__,
         training=trains,
         parameter_bytes=_parameter_bytes(tree),
-        blocks=tuple(module.path for module in tree if _is_repeated(module)),
-        segments=_Segments(root).found,
+        blocks=blocks,
+        segments=tuple(_segments("", root, blocks, set())),
         switches=tuple(_switches(tree)),
         batch_norm=tuple(module.path for module in active if _couples(module)),
         dropout=tuple(module.path for module in active if _drops(module)),
@@ -197,65 +200,38 @@ def _is_layer(module: Any) -> bool:
     )
 
 
-class _Segments:
-    """Parts of a model to run again in the backward pass: each about as large as there are many.
+def _segments(path: str, module: Any, blocks: Sequence[str], seen: set[int]) -> Iterator[str]:
+    """Yield parts to run again in the backward pass, where no dry run has told what each of them keeps.
 
-    What is kept then is an input for each, and all that one of them saves. Source: Chen et al., arXiv:1604.06174.
-    Parts whose own forward is more than that of their children are not taken apart for less than ``_WORTH``. How many
-    layers a module is made of counts what is shared once for each that shares it.
+    They are repeated blocks and what else consists of several layers; of a long ``Sequential`` of layers, stretches.
     """
+    if id(module) in seen or path.count(".") > _DEEPEST:
+        return  # a module may stand below itself
+    seen.add(id(module))
+    children = _children(module)
+    if _runs_in_turn(module) and all(map(_is_layer, children.values())):
+        yield from _stretches(path, list(children.values()))
+        return
+    for name, child in children.items():
+        inner = f"{path}.{name}".lstrip(".")
+        names, parts = _names_above(type(child)), _children(child).values()
+        is_list = bool(_LISTS & names) or (_runs_in_turn(child) and not all(map(_is_layer, parts)))
+        is_long = _runs_in_turn(child) and len(parts) >= _LONG
+        if is_list or is_long or any(block.startswith(f"{inner}.") for block in blocks):
+            yield from _segments(inner, child, blocks, seen)
+        elif not _is_layer(child):
+            yield inner
 
-    def __init__(self, root: Any) -> None:
-        self._counts: dict[int, int] = {}
-        for _, module in reversed(list(submodules(root))):
-            below = (self._counts.get(id(child), 1) for child in _children(module).values())
-            self._counts[id(module)] = sum(below) or 1
-        self._seen: set[int] = set()
-        self._size = max(isqrt(self._counts[id(root)]), 2)
-        self.found = tuple(self._within("", root))
 
-    def _within(self, path: str, module: Any) -> Iterator[str]:
-        """Yield the segments below a module, in the order in which they are held."""
-        if id(module) in self._seen or path.count(".") > _DEEPEST:
-            return  # a module may stand below itself
-        self._seen.add(id(module))
-        if _runs_in_turn(module):
-            yield from self._stretches(path, list(_children(module).values()))
-            return
-        for name, child in _children(module).items():
-            yield from self._of(f"{path}.{name}".lstrip("."), child)
-
-    def _of(self, path: str, module: Any) -> Iterator[str]:
-        if _is_layer(module):
-            return
-        count = self._counts[id(module)]
-        below = sum(self._counts[id(child)] for child in _children(module).values() if not _is_layer(child))
-        is_list = "ModuleList" in (names := _names_above(type(module))) or "ModuleDict" in names
-        is_taken_apart = (
-            count > self._size if _runs_in_turn(module) else count > 2 * self._size and below > _WORTH * count
-        )
-        if is_list or is_taken_apart:
-            yield from self._within(path, module)
-        else:
-            yield path
-
-    def _stretches(self, path: str, layers: list[Any]) -> Iterator[str]:
-        """Yield stretches of a ``Sequential``: none begins with a layer that writes into its input."""
-        begun, count = 0, 0
-        for at, layer in enumerate(layers):
-            own = self._counts[id(layer)]
-            in_place = held(layer, "inplace") is True
-            if count and count + own > self._size and not in_place:
-                yield from self._stretch(path, layers, begun, at)
-                begun, count = at, 0
-            count += own
-        yield from self._stretch(path, layers, begun, len(layers))
-
-    def _stretch(self, path: str, layers: list[Any], start: int, stop: int) -> Iterator[str]:
+def _stretches(path: str, layers: list[Any]) -> Iterator[str]:
+    """Yield stretches of a ``Sequential``, as long as there are many: none begins with one that writes in its input."""
+    size = max(isqrt(len(layers)), 2)
+    cuts = [0]
+    for at, layer in enumerate(layers):
+        cuts += [at] if at - cuts[-1] >= size and held(layer, "inplace") is not True else []
+    for start, stop in pairwise([*cuts, len(layers)]):
         if stop - start > 1:
             yield f"{path}[{start}:{stop}]"
-        elif stop > start:
-            yield from self._of(f"{path}.{start}".lstrip("."), layers[start])
 
 
 def _children(module: Any) -> dict[str, Any]:
