@@ -52,7 +52,6 @@ def _of_transformers(found: Passed, modules: Modules) -> dict[str, Any]:
         "optimizer": next(iter(_models.optimizers(given)), None),
         "weighs": "items" if counts_items else "parts",
         "draws": _draws(trainer, model),
-        "samples": length(held(trainer, "train_dataset")),
         "gathered_bytes": _bytes(found.predictions),
     }
 
@@ -72,7 +71,6 @@ def _of_lightning(found: Passed, modules: Modules) -> dict[str, Any]:
         ),
         "model": _model(found.model, modules),
         "weighs": "parts",
-        "samples": length(held(one, "dataset")),
     }
 
 
@@ -112,25 +110,6 @@ def _draws(trainer: Any, model: Any) -> str | None:
         return f"`{name}` is called for each part and"
     workers = held(trainer, "args", "dataloader_num_workers")
     return f"each of {workers} workers" if workers else None
-
-
-def length(dataset: Any) -> int | None:
-    """Return how many samples a data set has, where that is known without running code of its own."""
-    home = module_of(type(dataset)), name_of(type(dataset))
-    if type(dataset) in (list, tuple, range):
-        return len(dataset)
-    if home == ("torch.utils.data.dataset", "TensorDataset"):
-        from torch import Tensor
-
-        tensors = held(dataset, "tensors")
-        first: Any = tensors[0] if type(tensors) is tuple and tensors else None
-        return int(Tensor.size(first, 0)) if kind_of(type(first)) is Kind.TENSOR else None
-    if home == ("torch.utils.data.dataset", "Subset") and type(indices := held(dataset, "indices")) in (list, range):
-        return len(indices)
-    if home == ("datasets.arrow_dataset", "Dataset"):
-        chosen = held(dataset, "_indices")
-        return getattr(held(dataset, "_data") if chosen is None else chosen, "num_rows", None)
-    return None
 
 
 def _bytes(predictions: Any) -> int:

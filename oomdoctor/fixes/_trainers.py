@@ -240,8 +240,8 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
     check(_couples(trainer, evidence.code))
     check_short(incident, evidence)
     size, splittable = _splittable(trainer, incident, evidence)
+    caveats = tuple(_differs(trainer))
     for parts in _whole_parts(size, "a batch"):
-        caveats = tuple(_differs(trainer, size, parts))
         yield Proposal(
             dose=Dose.of(parts=parts, through=trainer.library),
             effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
@@ -286,22 +286,14 @@ def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -
     return size, held + (incident.requested or 0)
 
 
-def _differs(trainer: TrainerFacts, size: int, parts: int) -> Iterator[str]:
+def _differs(trainer: TrainerFacts) -> Iterator[str]:
     """Yield what comes out another way in parts."""
     if (draws := _draws(trainer)) is not None:
         yield f"{draws} draws other random numbers for parts of a batch than for the whole"
     if trainer.weighs == "parts":
-        yield "each part counts the same, as it should only where the loss is a mean over samples"
-    leaves_out = _set(trainer, "dataloader_drop_last" if trainer.library == "transformers" else "drop_last")
-    rest = trainer.samples % size if trainer.samples is not None else None
-    if leaves_out:
-        if rest is None or rest >= size // parts:
-            yield "samples that `drop_last` leaves out now would make one more step in each epoch"
-    elif trainer.weighs == "parts":
-        if rest is None:
-            yield "a last batch of an epoch with fewer samples would be weighted otherwise"
-        elif rest % (size // parts if trainer.library == "transformers" else size):
-            yield f"the last batch of an epoch, of {rest} samples, would be weighted otherwise"
+        yield "each part counts the same, as it should only where the loss is a mean over samples, and batches are full"
+    if _set(trainer, "dataloader_drop_last") or _set(trainer, "drop_last"):
+        yield "samples that `drop_last` leaves out now may make one more step in each epoch"
 
 
 def _draws(trainer: TrainerFacts) -> str | None:

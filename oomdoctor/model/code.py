@@ -190,7 +190,6 @@ class TrainerFacts:
         weighs: how it means to add up the gradients of parts of a batch: ``items`` by the labels in each, ``parts`` all
             alike.
         draws: what draws random numbers for each part of a batch, or may, beside layers of the model.
-        samples: in the data set that it trains on, None where that is not known.
         gathered_bytes: predictions that it has gathered.
     """
 
@@ -206,7 +205,6 @@ class TrainerFacts:
     recomputes: bool = False
     weighs: str
     draws: str | None = None
-    samples: int | None = None
     gathered_bytes: int = 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from observed import facts
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     BertConfig,
     DataCollatorForSeq2Seq,
@@ -19,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 
-from oomdoctor.evidence._trainers import length, passed
+from oomdoctor.evidence._trainers import passed
 from oomdoctor.model.code import TrainerFacts
 from oomdoctor.model.session import Cell, Cells
 
@@ -100,7 +100,7 @@ def test_the_trainer_that_failed_and_its_settings() -> None:
     }
     assert one.model is not None
     assert one.model.type_name == "GPT2LMHeadModel"
-    assert (one.weighs, one.draws, one.samples) == ("items", None, 44)
+    assert (one.weighs, one.draws) == ("items", None)
     assert one.recomputes
 
 
@@ -192,30 +192,7 @@ def test_nothing_of_the_users_is_run() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"it was asked for {name}")
 
-    (one,) = found(trainer(train_dataset=Data(), compute_metrics=Data()))
-    assert one.samples is None
-
-
-@pytest.mark.parametrize(
-    ("data", "samples"),
-    [
-        ([1, 2, 3], 3),
-        (TensorDataset(torch.zeros(5, 2)), 5),
-        (Subset(TensorDataset(torch.zeros(5, 2)), [0, 1]), 2),
-        (type("Dataset", (), {"__module__": "datasets.arrow_dataset", "_data": SimpleNamespace(num_rows=7)})(), None),
-        (object(), None),
-    ],
-)
-def test_how_long_a_data_set_is(data: object, samples: int | None) -> None:
-    assert length(data) == samples
-
-
-def test_a_data_set_in_arrow_tables() -> None:
-    data = type("Dataset", (), {"__module__": "datasets.arrow_dataset"})()
-    data._data, data._indices = SimpleNamespace(num_rows=7), None
-    assert length(data) == 7
-    data._indices = SimpleNamespace(num_rows=3)
-    assert length(data) == 3
+    assert found(trainer(train_dataset=Data(), compute_metrics=Data()))
 
 
 LIGHTNING = """
@@ -254,4 +231,4 @@ def test_lightning(module: str, phase: str) -> None:
         "drop_last": True,
     }
     assert one.model is not None
-    assert (one.model.path, one.samples, one.weighs) == ("lit", 10, "parts")
+    assert (one.model.path, one.weighs) == ("lit", "parts")

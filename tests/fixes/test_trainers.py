@@ -73,7 +73,6 @@ def facts(**given: Any) -> TrainerFacts:
         "optimizer": ADAM,
         "recomputes": True,
         "weighs": "items",
-        "samples": 100,
     }
     return TrainerFacts(**{**known, **given})
 
@@ -259,7 +258,6 @@ LIT: dict[str, Any] = {
     "call": "L.Trainer",
     "settings": {"accumulate_grad_batches": 1, "precision": "32-true", "batch_size": 32, "drop_last": False},
     "weighs": "parts",
-    "samples": 320,
 }
 
 
@@ -417,13 +415,9 @@ BATCH = "per_device_train_batch_size"
     [
         ({"draws": "`attn_pdrop=0.1` of the model"}, "draws other random numbers"),
         ({"model": replace(MODEL, dropout=("drop",))}, "model.drop draws other random numbers"),
-        ({"weighs": "parts", "samples": 96}, "only where the loss is a mean over samples"),
-        ({"weighs": "parts", "samples": 97}, "the last batch of an epoch, of 1 samples, would be weighted otherwise"),
-        ({"weighs": "parts", "samples": None}, "with fewer samples would be weighted otherwise"),
-        ({"settings": {"dataloader_drop_last": True}, "samples": 90}, "one more step in each epoch"),
-        ({"settings": {"dataloader_drop_last": True}, "samples": None}, "one more step in each epoch"),
-        ({**LIT, "samples": 324}, "the last batch of an epoch, of 4 samples, would be weighted otherwise"),
-        ({**LIT, "settings": {**LIT["settings"], "drop_last": True}, "samples": 350}, "one more step in each epoch"),
+        ({"weighs": "parts"}, "only where the loss is a mean over samples, and batches are full"),
+        ({"settings": {"dataloader_drop_last": True}}, "one more step in each epoch"),
+        ({**LIT, "settings": {**LIT["settings"], "drop_last": True}}, "one more step in each epoch"),
     ],
 )
 def test_a_weaker_promise_says_why(given: dict[str, Any], caveat: str) -> None:
@@ -431,12 +425,6 @@ def test_a_weaker_promise_says_why(given: dict[str, Any], caveat: str) -> None:
     one = found[-1] if "step in each epoch" in caveat else found[0]
     assert one.effect is Effect.CHANGES_RESULT
     assert caveat in str(one.caveat)
-
-
-def test_what_fewer_left_out_samples_change_depends_on_the_part() -> None:
-    found = proposals("micro_batch", facts(settings={"dataloader_drop_last": True}, samples=32 * 3 + 4))
-    assert [one.effect for one in found if one.dose["parts"] == 4] == [Effect.EQUIVALENT]
-    assert [one.effect for one in found if one.dose["parts"] == 8] == [Effect.CHANGES_RESULT]
 
 
 @pytest.mark.parametrize(
