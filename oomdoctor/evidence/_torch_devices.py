@@ -1,13 +1,11 @@
 """Devices with a caching allocator of torch's: CUDA, ROCm, XPU, and backends that extend torch in the same form.
 
-Each function is taken from the backend's own module (``torch.cuda``), else from ``torch.accelerator`` (2.9), else what
-it would tell is ``Unavailable``. None is called unless the backend was initialised by the program itself.
+Each function is taken from the backend's own module (``torch.cuda``); what one that is not there would tell is
+``Unavailable``. None is called unless the backend was initialised by the program itself.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -160,14 +158,13 @@ class TorchAccelerator:
         """Return fully free segments to the driver."""
         self._call("empty_cache", of_all=True)
 
-    def _call(self, name: str, *, also: str | None = None, of_all: bool = False) -> Any:
+    def _call(self, name: str, *, of_all: bool = False) -> Any:
         """Return what a function of the backend answers for this device, or why it does not.
 
         Args:
-            also: the function's name in ``torch.accelerator`` where it is another.
             of_all: the function is for all devices and takes none.
         """
-        function = _function(self.kind, name, also or name)
+        function = _function(self.kind, name)
         if isinstance(function, Unavailable):
             return function
         return _answer(function, *(() if of_all else (self.index,)))
@@ -178,7 +175,7 @@ class TorchAccelerator:
 
     def _snapshot(self) -> Segments:
         """Return every segment of the allocator; without the history of allocations, which may be long."""
-        function = _function(self.kind, "memory_snapshot", "memory_snapshot")
+        function = _function(self.kind, "memory_snapshot")
         if isinstance(function, Unavailable):
             return function
         if self._backend() == "cudaMallocAsync":
@@ -191,7 +188,7 @@ class TorchAccelerator:
 
     def _totals(self) -> tuple[Measured, Measured]:
         """Return what is free and what there is."""
-        found = self._call("mem_get_info", also="get_memory_info")
+        found = self._call("mem_get_info")
         if not isinstance(found, Unavailable):
             return int(found[0]), int(found[1])
         total = getattr(self._properties(), "total_memory", None)
@@ -206,14 +203,8 @@ class TorchAccelerator:
         if self.kind != "cuda" or torch.version.hip:
             return 0
         told = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)  # not in torch 2.4
-        if told is not None:
-            size = _answer(told)
-            return 0 if isinstance(size, Unavailable) else int(size)
-        setting = [int(number) for number in re.findall(r":(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))]
-        if setting and len(setting) % 2 == 0:
-            return sum(kib * count << 10 for kib, count in zip(setting[::2], setting[1::2], strict=True))
-        is_hopper = getattr(self._properties(), "major", 0) == 9
-        return 32 << 20 if is_hopper else (2 * 4096 + 8 * 16) << 10
+        size = 0 if told is None else _answer(told)
+        return 0 if isinstance(size, Unavailable) else int(size)
 
     def _cap(self, total: Measured) -> Measured:
         fraction = self._call("get_per_process_memory_fraction")
@@ -299,16 +290,10 @@ def _holds_segments(index: int) -> bool:
     return isinstance(reserved, int) and reserved > 0
 
 
-def _function(kind: str, name: str, general: str) -> Callable[..., Any] | Unavailable:
-    """Return a function of a backend's own module, else of ``torch.accelerator`` where that is this backend."""
-    own = getattr(getattr(torch, kind, None), name, None)
-    if own is not None:
-        return own  # type: ignore[no-any-return]
-    accelerator = getattr(torch, "accelerator", None)  # since 2.6; its memory functions since 2.9
-    current = None if accelerator is None else accelerator.current_accelerator()
-    if current is not None and current.type == kind and hasattr(accelerator, general):
-        return getattr(accelerator, general)  # type: ignore[no-any-return]
-    return Unavailable(f"torch {torch.__version__} has no torch.{kind}.{name}")
+def _function(kind: str, name: str) -> Callable[..., Any] | Unavailable:
+    """Return a function of a backend's own module."""
+    own: Callable[..., Any] | None = getattr(getattr(torch, kind, None), name, None)
+    return Unavailable(f"torch {torch.__version__} has no torch.{kind}.{name}") if own is None else own
 
 
 def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
