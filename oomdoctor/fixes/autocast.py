@@ -7,21 +7,18 @@ what was tried on a CPU holds on a GPU.
 
 The statements from the model's call to the loss go under ``torch.autocast``; the backward pass stays outside, as torch
 advises. With float16 the loss is scaled, gradients are unscaled before they are clipped, a step is taken by the scaler,
-and schedules that count steps count those that were taken. ``torch.autocast`` and ``GradScaler`` take the type of a
-device as text. It is named as the cells name their device, so that a changed step goes with them to another:
-``device.type`` of a ``torch.device``, the text itself where a string says it, ``torch.device(device).type`` where the
-cells do not show which of the two it is.
+and schedules that count steps count those that were taken. ``torch.autocast`` and ``GradScaler`` are told the type of
+the device that ran out: on another one, torch warns and computes as before.
 
 There is no live form: loops that a library owns take their precision from its settings.
-Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html; ``torch.amp.autocast_mode.autocast`` refuses
-``cuda:0``.
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Final
@@ -54,16 +51,12 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, bound, reads
 from oomdoctor.program.import_lines import knows_torch
 from oomdoctor.program.magics import parsed as tree_of
-from oomdoctor.program.names import parameters_of
 from oomdoctor.program.rewriting import apart, text_of, within
 
 _CLIPPING: Final = m.Name("clip_grad_norm_") | m.Name("clip_grad_value_") | m.Name("clip_grad_norm")
 _CLIP: Final = m.Call(func=_CLIPPING | m.Attribute(attr=_CLIPPING))
 _BACKWARD: Final = m.SimpleStatementLine([m.Expr(m.Call(func=m.Attribute(attr=m.Name("backward"))))])
 _SCHEDULE: Final = re.compile(r"\S*(sched|warmup|lr_)\S*\.step\(.*\)", re.IGNORECASE)
-_MOVED: Final = re.compile(r"\.to\((?:[^()]*\bdevice=)?([^\W\d][\w.]*)")
-_DEVICE: Final = re.compile(r"(torch\.)?device\(|.*\.device$")
-_TYPE: Final = re.compile(r"'\w+'( if .* else '\w+')?")
 _OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
 
 
@@ -79,19 +72,17 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
     if not knows_torch(cells.beside(cell)):
         raise Unfit("the cells do not import `torch` by its name")
     scaler, scale = (rewriting.fresh_name(name, cells) for name in ("scaler", "scale"))
-    trees = {one.number: tree for one in cells.history if (tree := tree_of(one.source)) is not None}
-    functions = [one for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    trees = [tree for one in cells.history if (tree := tree_of(one.source)) is not None]
+    functions = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    bodies = {one.name: ast.Module(body=one.body, type_ignores=[]) for one in functions}
     changes: dict[cst.CSTNode, rewriting.New] = {}
     for facts in loops:
-        bodies = {one.name: ast.Module(body=one.body, type_ignores=[]) for one in functions}
         helpers = {name for name, body in bodies.items() if runs(body, facts.models)}
         step = step_lines(parsed, facts, helpers)
         around = ancestors(parsed.tree, step.node)
         step = _with_named_loss(step, {*facts.models, *helpers}, rewriting.fresh_name("loss", cells))
         last = _last(step, around)
-        given = {name for one in around if isinstance(one, ast.FunctionDef) for name in parameters_of(one)}
-        there = _device_text(ast.unparse(step.node), given, trees.values(), device)
-        new = step.under(f"torch.autocast({there}, dtype=torch.{dtype})", last)
+        new = step.under(f'torch.autocast("{device}", dtype=torch.{dtype})', last)
         changes[step.loop] = _scaled(parsed, new, facts, scaler, scale) if dtype == "float16" else new
     module = rewriting.exchange(parsed.module, changes)
     if dtype != "float16":
@@ -99,9 +90,7 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
     if cell.file is not None:
         raise Unfit(f"a scaler for float16 is made when {cell.name} is imported, which has run already")
     at = parsed.module.body.index(rewriting.path_to(parsed, min(facts.line for facts in loops))[0])
-    before = [tree for number, tree in trees.items() if number < cell.number]
-    there = _device_text("", (), [*before, ast.Module(body=parsed.tree.body[:at], type_ignores=[])], device)
-    line = f"{scaler} = torch.amp.GradScaler({there})"
+    line = f'{scaler} = torch.amp.GradScaler("{device}")'
     first = module.body[at]
     (new_line,) = rewriting.statements(line + "\n", parsed)
     blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(first, cst.FunctionDef | cst.ClassDef) else 0)
@@ -214,30 +203,6 @@ def _lines(parsed: rewriting.ParsedCell, old: cst.SimpleStatementLine, text: str
     """Return statements that stand in the place of another one."""
     first, *rest = rewriting.statements(text + "\n", parsed)
     return [first.with_changes(leading_lines=old.leading_lines), *rest]
-
-
-def _device_text(loop: str, given: Collection[str], trees: Iterable[ast.Module], kind: str) -> str:
-    """Return the source text of the type of the device that ``loop`` moves its batches to, else ``kind`` in quotes.
-
-    Args:
-        loop: the text of the loop.
-        given: the parameters of the functions that it stands in.
-        trees: the cells.
-        kind: ``cuda``, as it was found to be.
-    """
-    trees = list(trees)
-    text = "\n".join(map(ast.unparse, trees))
-    moved = {name for name in _MOVED.findall(loop) if "dev" in name.lower()}
-    moved = moved or {name for name in _MOVED.findall(text) if "dev" in name.lower() and "." not in name}
-    name = min(moved, default="")
-    root = name.partition(".")[0]
-    if len(moved) != 1 or not (root in given or any(root in bound(tree) for tree in trees)):
-        return f'"{kind}"'
-    made = [one for tree in trees if root not in given for one in ast.walk(tree) if isinstance(one, ast.Assign)]
-    values = [ast.unparse(one.value) for one in made if name in map(ast.unparse, one.targets)]
-    if values and all(map(_DEVICE.match, values)):
-        return f"{name}.type"
-    return name if values and all(map(_TYPE.fullmatch, values)) else f"torch.device({name}).type"
 
 
 _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")
