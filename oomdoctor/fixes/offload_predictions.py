@@ -1,11 +1,10 @@
 """Predictions gathered in host memory as they come, where they would add up on the device.
 
 The statement that collects an output of the model gets a ``.cpu()``, and so does what is compared with it and was
-gathered too, as labels are. What is made of the collection is followed through the cells: joining, comparing, indexing
-and counting give the same bits on every device; anything else may round otherwise in host memory, and is EQUIVALENT.
-Refused is what the copy would not see, as a write in place, and what is combined with a tensor that stays on the
-device. Outputs that still have their graph would keep it on the device, so they are detached where it is certain that
-nothing is differentiated, and refused elsewhere.
+gathered too, as labels are. What is made of the collection in the cells may round otherwise in host memory, so that it
+is EQUIVALENT. Refused is what the copy would not see, as a write in place, and what is combined with a tensor that
+stays on the device. Outputs that still have their graph would keep it on the device, so they are detached where it is
+certain that nothing is differentiated, and refused elsewhere.
 
 There is no live form. Tensors that are in host memory already are not helped: on ``cpu`` and on the virtual accelerator
 it is refused.
@@ -39,16 +38,8 @@ from oomdoctor.program.words import Result
 
 _NOTHING: Final = "no loop that the failing cell runs collects outputs of a model on the device"
 _TOLERANCE: Final = 1e-5
-_EXACT: Final = "same bits"
-_ROUNDS: Final = "rounds otherwise"
+_FOLLOWED: Final = "followed"
 _HOST_MODULES: Final = frozenset({"np", "numpy", "plt", "pd", "sns"})
-_SAME_BITS: Final = (
-    words.names_of(Result.MOVED, Result.CAST, Result.SHAPED, Result.JOINED, Result.DISCRETE, Result.TRUNCATED)
-    | words.NO_GRAPH
-    | words.PLAIN_FUNCTIONS
-    | {"max", "min", "amax", "amin", "append", "extend", "clear", "pop", "reverse", "zip", "enumerate", "list", "tuple"}
-)
-"""Calls whose result is the same on every device."""
 _OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
 """Calls whose result is another one on another device, and not by rounding alone."""
 
@@ -56,7 +47,7 @@ _OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort",
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find what collects outputs of a model on the device, then what has to be moved along.
 
-    The kind of the first says whether what is made of them stays the same, or why they cannot be moved.
+    The kind says that they can be moved, or why they cannot.
     """
     found = gathers_predictions(program, objects.kinds)
     if found is None:
@@ -68,8 +59,9 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
         why = f"`{text}` collects outputs in a way that is not known: append them to a list"
         return (site(why, scope, node, (name,)),)
     uses = _Uses(program, ModelCalls(program, objects.kinds), scope)
+    kind = _FOLLOWED
     try:
-        kind = _EXACT if uses.follow(name) else _ROUNDS
+        uses.follow(name)
     except Unfit as why:
         kind = str(why)
     gathers = [(node, name), *((one, other) for other in uses.moved for one in uses.fills(other) if one is not node)]
@@ -91,17 +83,22 @@ class _Uses:
         """Return the statements that put something into a collection."""
         return [node for node in own_nodes(self._scope.body) if isinstance(node, ast.stmt) and _fills(node, name)]
 
-    def follow(self, name: str) -> bool:
-        """Return whether all that is made of a collection is the same to the bit with it in host memory."""
+    def follow(self, name: str) -> None:
+        """Check what is made of a collection, and of those that are combined with it.
+
+        Raises:
+            Unfit: it cannot be in host memory.
+        """
         self.moved.append(name)
         own = parameters_of(self._scope.function) if self._scope.function is not None else set()
         if name in own or name not in stored(own_nodes(self._scope.body)):
             raise Unfit(f"`{name}` is made elsewhere than it is filled")
         if any(self._is_written(fill) for fill in self.fills(name)):
             raise Unfit(f"what is put into `{name}` is written to in place, which a copy would not see")
-        met = [(scope, way, node) for scope, way in list(self._ways()) for node, _ in way.met]
-        same = [self._is_same(scope, way, node, part) for scope, way, node in met for part in own_nodes([node])]
-        return all(same)
+        for scope, way in list(self._ways()):
+            for node, _ in way.met:
+                for part in own_nodes([node]):
+                    self._check(scope, way, node, part)
 
     def _ways(self) -> Iterator[tuple[Scope, Way]]:
         """Yield the ways of what is in the collections through their scope, and where that goes."""
@@ -124,12 +121,12 @@ class _Uses:
             hidden = stored(own_nodes(scope.body)) if scope.function is not None else set[str]()
             yield scope, flow.through(scope.body, way.now - hidden if is_top else ())
 
-    def _is_same(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> bool:
-        """Return whether one use makes the same of what was moved, to the bit."""
-        parts, is_same = _parts(node)
+    def _check(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> None:
+        """Check one use of what was moved."""
+        parts = _parts(node)
         moved = [part for part in parts if way.carries(met, part)]
         if not moved or (isinstance(met, ast.stmt) and any(_fills(met, name) for name in self.moved)):
-            return True
+            return
         text = f"`{' '.join(ast.unparse(node).split())[:60]}`"
         called = words.last_name(node) if isinstance(node, ast.Call) else ""
         if isinstance(node, ast.AugAssign) or (called and words.is_in_place(called)):
@@ -143,8 +140,8 @@ class _Uses:
             other = self._container(scope, name)
             if scope is not self._scope or not self.fills(other):
                 raise Unfit(f"{text} combines what was collected with `{name}`, which stays on the device")
-            is_same = (other in self.moved or self.follow(other)) and is_same
-        return is_same
+            if other not in self.moved:
+                self.follow(other)
 
     def _is_number(self, scope: Scope, name: str) -> bool:
         values = [value for to, value in _assigned(scope) if to == name]
@@ -184,26 +181,23 @@ def _leaves_host(call: ast.Call) -> bool:
     return plain or away or root_of(call.func) in _HOST_MODULES
 
 
-def _parts(node: ast.AST) -> tuple[list[ast.expr], bool]:
-    """Return what a node combines, and whether the result is the same on every device."""
+def _parts(node: ast.AST) -> list[ast.expr]:
+    """Return what a node combines."""
     match node:
         case ast.Compare(left=left, comparators=others):
-            return [left, *others], True
+            return [left, *others]
         case ast.BoolOp(values=values):
-            return values, True
-        case ast.BinOp(left=left, op=op, right=right):
-            exact = ast.Add | ast.Sub | ast.Mult | ast.BitAnd | ast.BitOr | ast.BitXor
-            return [left, right], isinstance(op, exact)
+            return values
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
         case ast.AugAssign(target=target):
-            return [target], False
+            return [target]
         case ast.Call(func=func, args=args, keywords=keywords):
             receiver = [func.value] if isinstance(func, ast.Attribute) else []
-            name = words.last_name(node)
-            same = name in _SAME_BITS or root_of(func) in _HOST_MODULES
             values = [one.value for one in keywords if one.arg not in {"dim", "axis", "keepdim"}]
-            is_apart = name in {"zip", "enumerate"}  # what they go through is met one by one
-            return [] if is_apart or _leaves_host(node) else [*receiver, *args, *values], same
-    return [], True
+            is_apart = words.last_name(node) in {"zip", "enumerate"}  # what they go through is met one by one
+            return [] if is_apart or _leaves_host(node) else [*receiver, *args, *values]
+    return []
 
 
 def _assigned(scope: Scope) -> Iterator[tuple[str, ast.expr]]:
@@ -238,7 +232,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     if not held:
         raise Unfit(f"the census found nothing on {device.name} that `{name}` holds")
     yield Proposal(
-        effect=Effect.EXACT if found[0].kind == _EXACT else Effect.EQUIVALENT,
+        effect=Effect.EQUIVALENT,
         saves=held,
         basis=f"measured: the census found {format_size(held)} on {device.name} that `{name}` holds",
         caveat=f"`{name}` is in host memory then: later cells that need it on the device have to move it",
@@ -247,7 +241,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 def _gathers(evidence: Evidence) -> tuple[Site, ...]:
     found = evidence.code.sites.get("offload_predictions", ())
-    if not found or found[0].kind not in {_EXACT, _ROUNDS}:
+    if not found or found[0].kind != _FOLLOWED:
         raise Unfit(found[0].kind if found else _NOTHING)
     return found
 
