@@ -3,7 +3,8 @@
 While it is on, the storage of every CPU tensor counts as device memory: each goes through the model of the CUDA caching
 allocator, with the settings of ``PYTORCH_CUDA_ALLOC_CONF`` at that time, and where the capacity ends
 ``torch.OutOfMemoryError`` is raised with the text that CUDA prints. Nothing else changes: results are those of the CPU,
-``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone.
+``tensor.device`` says ``cpu``, and ``torch.cuda`` is left alone. What ``save_on_cpu`` keeps for a backward pass lies in
+host memory, as beside a GPU: it is copied there, and back where the backward pass asks for it.
 
 Limits:
     * Dispatch modes belong to a thread. What other threads allocate is not counted until an operation of this thread
@@ -20,6 +21,7 @@ import warnings
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -31,6 +33,7 @@ from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.allocator.mode import CountingMode
 from oomdoctor.errors import UsageError
 from oomdoctor.model.sizes import format_size, parse_size
+from oomdoctor.objects.alive import keep_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,6 +175,23 @@ def _resume(mode: CountingMode) -> None:
     global _mode
     _BASE.__enter__(mode)
     _mode = mode
+    _saving.__init__ = _save_in_host_memory
+
+
+_saving: Final[Any] = save_on_cpu
+_saves: Final = save_on_cpu.__init__
+
+
+def _save_in_host_memory(hooks: saved_tensors_hooks, *_args: Any, **_kwargs: Any) -> None:
+    """Make ``save_on_cpu`` copy what is saved to memory that is not the device's, and back."""
+
+    def pack(tensor: Any) -> Any:
+        with uncounted():
+            copy = tensor.detach().clone()
+        keep_apart(copy)
+        return copy
+
+    saved_tensors_hooks.__init__(hooks, pack, lambda copy: copy.clone())
 
 
 def _take_off(*, keep: bool = False) -> None:
@@ -192,3 +212,4 @@ def _take_off(*, keep: bool = False) -> None:
     if not keep:
         _mode.device.close()
     _mode = None
+    _saving.__init__ = _saves

@@ -33,11 +33,7 @@ class StepLines:
 
     def under(self, context: str, last: int) -> cst.For | cst.While:
         """Return the loop with ``with context:`` around its lines from the first that runs a model to ``last``."""
-        inner = list(self.lines[self.first : last + 1])
-        (head,) = rewriting.statements(f"with {context}:\n    pass\n", self.parsed)
-        block = cst.ensure_type(head, cst.With).with_changes(leading_lines=getattr(inner[0], "leading_lines", ()))
-        inner[0] = inner[0].with_changes(leading_lines=())
-        block = block.with_changes(body=cst.ensure_type(block.body, cst.IndentedBlock).with_changes(body=inner))
+        block = under(self.parsed, context, self.lines[self.first : last + 1])
         return self._of([*self.lines[: self.first], block, *self.lines[last + 1 :]])
 
     def preceded_by(self, line: str) -> cst.For | cst.While:
@@ -50,6 +46,15 @@ class StepLines:
 
     def _of(self, lines: Sequence[cst.BaseStatement]) -> cst.For | cst.While:
         return self.loop.with_changes(body=rewriting.block(self.loop.body, lines))
+
+
+def under(parsed: rewriting.ParsedCell, context: str, lines: Sequence[cst.BaseStatement]) -> cst.With:
+    """Return ``with context:`` around statements that stand on lines of their own."""
+    first, *rest = lines
+    (head,) = rewriting.statements(f"with {context}:\n    pass\n", parsed)
+    block = cst.ensure_type(head, cst.With).with_changes(leading_lines=getattr(first, "leading_lines", ()))
+    body = [first.with_changes(leading_lines=()), *rest]
+    return block.with_changes(body=cst.ensure_type(block.body, cst.IndentedBlock).with_changes(body=body))
 
 
 def step_lines(parsed: rewriting.ParsedCell, facts: TrainingLoop, runners: Collection[str] = ()) -> StepLines:

@@ -211,9 +211,13 @@ def check_host(incident: Incident) -> None:
         raise Unfit("a device ran out of memory, and this saves memory of the host alone")
 
 
-def check_host_room(evidence: Evidence, size: int) -> None:
-    """Raise ``Unfit`` where ``size`` bytes of the device in question cannot go to host memory."""
-    if evidence.device.tensor_device == "cpu":
+def check_host_room(evidence: Evidence, size: int, *, is_simulated: bool = False) -> None:
+    """Raise ``Unfit`` where ``size`` bytes of the device in question cannot go to host memory.
+
+    Args:
+        is_simulated: whether the virtual accelerator knows of host memory what the change asks of it.
+    """
+    if evidence.device.tensor_device == "cpu" and not (is_simulated and evidence.device.simulated):
         if evidence.device.simulated:
             raise Unfit(
                 "the virtual accelerator counts host memory: moving tensors there frees nothing on this machine"

@@ -3,8 +3,8 @@
 ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu`` packs every tensor that an operation saves. Plain copies come back
 with the same strides, so the same kernels run on the same numbers. Through page-locked memory the copies run beside the
 computation, but tensors come back contiguous; a kernel for another layout may round differently, so that dose promises
-results equal up to rounding. In the source, the ``with`` stands around the step from the first call of a model to
-``backward``; live, around the whole cell. What the operations themselves need at a moment stays on the device.
+results equal up to rounding. In the source, the ``with`` stands around the statement of the cell that was running:
+whatever that calls, and however it trains. What the operations themselves need at a moment stays on the device.
 
 ``offload_optimizer_state``: Adam's two moments take twice the memory of the parameters, through every forward and
 backward pass in which nobody reads them. They are brought to the device before a step and taken back after it, bit for
@@ -13,13 +13,13 @@ are, and are back on the device on leaving. What is there at the beginning moves
 those who watch optimizers (a snapshot that copies what is about to change) were told. In the source, two hooks stand
 where the optimizer is made; where an earlier cell made it and it has its state already, the live form alone is offered.
 
-On machines whose device memory is the host's nothing is gained.
+On machines whose device memory is the host's nothing is gained; the virtual accelerator knows what ``save_on_cpu``
+keeps for host memory.
 Source: https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu, and its ``pack_to_cpu``.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,19 +29,20 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._step_lines import step_lines
-from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing, running_loops
+from oomdoctor.fixes._step_lines import under
+from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.names import own_nodes
+from oomdoctor.program.definitions import Program, site
 
 _HOME: Final = "torch.autograd.graph"
 _NAME: Final = "save_on_cpu"
@@ -80,7 +81,7 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     activations = evidence.census.bytes_of(Role.ACTIVATION)
     if not activations:
         raise Unfit("the census found no activations that could wait in host memory")
-    check_host_room(evidence, activations)
+    check_host_room(evidence, activations, is_simulated=True)
     doses = (True, False) if evidence.device.tensor_device.startswith("cuda") else (False,)
     for pinned in doses:
         yield Proposal(
@@ -102,33 +103,29 @@ def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
         yield
 
 
+def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find the statement of the failing cell that was running."""
+    (cell,) = [one for one in program.scopes if one.cell == program.failing and one.function is None]
+    running = (one for one in cell.body if one.lineno <= (objects.line or 0) <= (one.end_lineno or 0))
+    return tuple(site("statement", cell, one) for one in running)
+
+
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the loops that the failing cell runs with ``save_on_cpu`` around forward and backward."""
-    loops = running_loops(evidence)
-    if any(_HOOKED.search(cells.get(loop.cell).source) for loop in loops):
+    """Return ``save_on_cpu`` around the statement of the failing cell that was running."""
+    running = need(evidence.code.first("save_on_cpu"), "which statement of the cell was running is not known")
+    if _HOOKED.search(cells.failing.source):
         raise Unfit("the code says already where saved tensors are kept")
-
-    def change(parsed: rewriting.ParsedCell, here: list[TrainingLoop]) -> cst.Module:
-        beside = cells.beside(cells.get(here[0].cell))
-        name, imports = f"{_HOME}.{_NAME}", list[str]()
-        if not import_lines.knows_torch(beside):
-            name = import_lines.name_for(_HOME, _NAME, beside, "keep_on_host")
-            imports = [import_lines.source_of(_HOME, _NAME, name)]
-        changes: dict[cst.CSTNode, rewriting.New] = {}
-        for loop in here:
-            step = step_lines(parsed, loop)
-            last = [at for at, one in enumerate(step.node.body) if _goes_back(one)][-1:]
-            if not last or last[0] < step.first:
-                raise Unfit("the forward and the backward pass are not both in the loop itself")
-            changes[step.loop] = step.under(f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", last[0])
-        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
-
-    return rewriting.at_sites(cells, loops, change)
-
-
-def _goes_back(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) and ast.unparse(part.func).endswith("backward") for part in own_nodes([node]))
+    beside, name, imports = cells.beside(cells.failing), f"{_HOME}.{_NAME}", list[str]()
+    if not import_lines.knows_torch(beside):
+        name = import_lines.name_for(_HOME, _NAME, beside, "keep_on_host")
+        imports = [import_lines.source_of(_HOME, _NAME, name)]
+    parsed = need(rewriting.read(cells.failing.source))
+    (statement, *_) = rewriting.path_to(parsed, running.line)
+    lines = rewriting.apart(statement) if isinstance(statement, cst.SimpleStatementLine) else [statement]
+    block = under(parsed, f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", lines)
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, {statement: block}), imports)
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
 
 
 @proposing
@@ -277,6 +274,7 @@ FIXES: Final = (
         title="Keep in host memory what the backward pass needs",
         effect=Effect.EXACT,
         cost="a copy to the host and back of everything that is saved",
+        detect=_detect_saved,
         propose=_propose_saved,
         apply=_apply_saved,
         patch=_patch_saved,

@@ -265,7 +265,6 @@ def fit(model, loader, optimizer):
     ("fix", "dose", "line"),
     [
         ("chunked_loss", {"chunks": 2}, "loss = chunked_loss("),
-        ("save_on_cpu", {"pin_memory": False}, "with torch.autograd.graph.save_on_cpu():"),
         ("sdpa_attention", {}, "y = F.scaled_dot_product_attention(q, k, v)"),
         ("drop_retain_graph", {}, "loss.backward()"),
         ("no_grad_eval", {}, "with torch.no_grad():"),
