@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from numbers import Complex, Integral, Number, Real
 from types import FunctionType, GeneratorType
 from typing import Any, Final
+from weakref import ref
 
 import torch
 
@@ -176,8 +177,9 @@ class Leaves:
             return
         if kind is Kind.MAPPING:
             for at, (key, item) in enumerate(pairs_of(value, kind, _MOST_ITEMS)):
-                # A key that is an object (a parameter, in an optimizer's state) is known by its place.
-                yield f"[{_spelled(key) if isinstance(key, _KEYS) else at}]", item
+                # A key that is an object (a parameter, in an optimizer's state) or its identity is known by its place.
+                identity: Any = id(item() if type(item) is ref else item)
+                yield f"[{_spelled(key) if isinstance(key, _KEYS) and key != identity else at}]", item
         elif kind in (Kind.SEQUENCE, Kind.TUPLE):
             items = list(enumerate(items_of(value, kind, _LONGEST_LIST)))
             half = _MOST_ITEMS // 2  # what a training appends stands at the end

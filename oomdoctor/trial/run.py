@@ -138,7 +138,9 @@ def run(
     error, is_ours = _ran(session, stage, attempt, codes, files)
     if error not in (None, fails):
         return End(error=error, is_ours=is_ours, rows=max(sizes, default=0), known=progress.known)
+    apart = set(map(id, stage.written.values()))  # files, of which is told what stands in them
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
+    found = tuple(name for name in found if id(namespace.get(name)) not in apart)
     files_written = {name: read_back(file) for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}
     try:
