@@ -74,29 +74,30 @@ async def heal(
         unfit=unfit,
         by_itself=by_itself,
     )
-    files = places() if places is not None else {}
-    following = partial(_following, session, transaction, checks, places=places, files=files, time_budget_s=plan_s)
+    ahead = case.evidence.code.not_reached
+    failures = _Failures(session, transaction, checks, places, plan_s)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
         run,
         accelerator=session.accelerator,
         is_oom=lambda exc: find_oom(exc) is not None,
-        most_attempts=1 if case.evidence.code.not_reached else most_attempts,
+        most_attempts=most_attempts,
         time_budget_s=time_budget_s,
         failed=failed,
         unfit=unfit,
         shell=session.shell,
         admit=checks.admit,
         writes=bool(case.evidence.code.written_anew),
-        further=following,
+        further=failures.further,
+        is_final=lambda choice, error: bool(ahead) and failures.may_have_come_to_calls(choice, error),
     )
     if outcome.kind is OutcomeKind.HEALED:
         outcome = replace(outcome, checked=checks.told)
     if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
         outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
-    if outcome.attempts and outcome.kind is not OutcomeKind.HEALED:  # it may have come further than the cell did
-        lost = (*lost, *(f"{call} may have been made by the attempt" for call in case.evidence.code.not_reached))
+    if failures.came_further and outcome.kind is not OutcomeKind.HEALED:
+        lost = (*lost, *(f"{call} may have been made by the attempt" for call in ahead))
     if lost:
         outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
     made = next(filter(None, map(checks.candidates.get, outcome.fixes)), None)
@@ -105,51 +106,81 @@ async def heal(
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
 
 
-def _following(
-    session: Session,
-    transaction: Transaction,
-    checks: Checks,
-    choice: Choice,
-    error: BaseException,
-    *,
-    places: Callable[[], Mapping[str, int]] | None,
-    files: Mapping[str, int],
-    time_budget_s: float,
-) -> Callable[[], Sequence[Choice]] | None:
-    """Look at where memory ran out with a change in place; return what plans the next change besides it.
-
-    The program with the first change is diagnosed and planned as if the user had written it so.
+class _Failures:
+    """What the failures of attempts show of the changed program: where memory ran out, and what it had come to.
 
     Args:
-        files: number of the cell by the file name of its code, of what was compiled before the attempt: functions that
-            the change leaves as they are stand in other lines of the changed cell.
+        places: see ``heal``, likewise ``time_budget_s``, which is ``plan_s`` there.
+
+    Attributes:
+        came_further: whether an attempt may have made a call that the failed run had not come to.
     """
-    from oomdoctor.forecast.attempts import attempt_with, unchanged_lines
 
-    candidate = checks.candidates[choice.label]
-    patch = checks.patches.get(choice.label, candidate.patch)
-    is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
-    if is_mildest and not _was_seen_to_fit(candidate):
-        return None  # it was too mild, for all that is known: a stronger dose is next
-    if places is None or isinstance(patch, Refused) or candidate.effect not in _KEEP:
-        return None
-    changed = replace(session, cells=session.cells.changed({one.cell: one.after for one in patch.edits}), base=patch)
-    moved = {edit.cell: unchanged_lines(edit) for edit in patch.edits if edit.file is None}
-    traceback = traceback_of(error)
-    try:
-        set_traceback(error, _with_lines(traceback, lambda name, at: moved.get(files.get(name, 0), {}).get(at, at)))
-        found, changed = observe(error, lambda _: changed, places())
-        found = diagnose(found, rulebook())
-    except Exception as exc:
-        if is_of_signal(exc):
-            raise
-        return None
-    finally:
-        set_traceback(error, traceback)
+    def __init__(
+        self,
+        session: Session,
+        transaction: Transaction,
+        checks: Checks,
+        places: Callable[[], Mapping[str, int]] | None,
+        time_budget_s: float,
+    ) -> None:
+        self._session, self._transaction, self._checks, self._places = session, transaction, checks, places
+        # Of what was compiled before the attempts: functions that a change leaves as they are stand in other lines.
+        self._files = places() if places is not None else {}
+        self._time_budget_s, self.came_further = time_budget_s, False
+        self._seen: tuple[BaseException, tuple[Case, Session] | None] | None = None
 
-    def planned() -> list[Choice]:
-        terms: dict[str, Any] = {"time_budget_s": time_budget_s, "reserve": 0, "is_hurried": True}
-        priced = plan(found, changed, transaction.restore, **terms)
+    def may_have_come_to_calls(self, choice: Choice, error: BaseException | None) -> bool:
+        """Return whether an attempt may have made calls that cannot be taken back, for all that its failure shows."""
+        seen = None if error is None else self._look(choice, error)
+        self.came_further = seen is None or bool(seen[0].evidence.code.not_repeatable)
+        return self.came_further
+
+    def further(self, choice: Choice, error: BaseException) -> Callable[[], Sequence[Choice]] | None:
+        """Look at where memory ran out with a change in place; return what plans the next change besides it.
+
+        The program with the first change is diagnosed and planned as if the user had written it so.
+        """
+        candidate = self._checks.candidates[choice.label]
+        is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
+        if is_mildest and not _was_seen_to_fit(candidate):
+            return None  # it was too mild, for all that is known: a stronger dose is next
+        seen = self._look(choice, error) if candidate.effect in _KEEP else None
+        return None if seen is None else partial(self._planned, choice, candidate, *seen)
+
+    def _look(self, choice: Choice, error: BaseException) -> tuple[Case, Session] | None:
+        """Return the failure of an attempt diagnosed as one of the changed program; None where it cannot be."""
+        if self._seen is None or self._seen[0] is not error:
+            self._seen = error, self._diagnosed(choice, error)
+        return self._seen[1]
+
+    def _diagnosed(self, choice: Choice, error: BaseException) -> tuple[Case, Session] | None:
+        from oomdoctor.forecast.attempts import unchanged_lines
+
+        patch = self._checks.patches.get(choice.label, self._checks.candidates[choice.label].patch)
+        if self._places is None or isinstance(patch, Refused):
+            return None
+        texts = {one.cell: one.after for one in patch.edits}
+        changed = replace(self._session, cells=self._session.cells.changed(texts), base=patch)
+        moved = {edit.cell: unchanged_lines(edit) for edit in patch.edits if edit.file is None}
+        traceback, files = traceback_of(error), self._files
+        try:
+            lines = _with_lines(traceback, lambda name, at: moved.get(files.get(name, 0), {}).get(at, at))
+            set_traceback(error, lines)
+            found, changed = observe(error, lambda _: changed, self._places())
+            return diagnose(found, rulebook()), changed
+        except Exception as exc:
+            if is_of_signal(exc):
+                raise
+            return None
+        finally:
+            set_traceback(error, traceback)
+
+    def _planned(self, choice: Choice, candidate: Candidate, found: Case, changed: Session) -> list[Choice]:
+        from oomdoctor.forecast.attempts import attempt_with
+
+        terms: dict[str, Any] = {"time_budget_s": self._time_budget_s, "reserve": 0, "is_hurried": True}
+        priced = plan(found, changed, self._transaction.restore, **terms)
         more: list[Choice] = []
         for one in (dose for fit in admitted(priced, "exact") for dose in (fit, *_stronger(fit))):
             if one.fix in candidate.answers_to or one.parts or len(more) == _FOLLOWING:
@@ -158,12 +189,10 @@ def _following(
             _, attempt = attempt_with(fixes.get(one.fix), one.dose, changed, found.evidence)
             if isinstance(attempt, Refused):
                 continue
-            checks.candidates[both.label] = both
+            self._checks.candidates[both.label] = both
             live = (*choice.attempt.live, *attempt.live)
             more.append(Choice(fix=both.fix, label=both.label, attempt=replace(attempt, live=live)))
         return more
-
-    return planned
 
 
 def _with_lines(traceback: TracebackType | None, line_of: Callable[[str, int], int]) -> TracebackType | None:

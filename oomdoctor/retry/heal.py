@@ -58,6 +58,7 @@ async def heal(
     admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
     writes: bool = False,
     further: Callable[[Choice, BaseException], Callable[[], Sequence[Choice]] | None] = lambda choice, error: None,
+    is_final: Callable[[Choice, BaseException | None], bool] = lambda choice, error: False,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
 
@@ -74,6 +75,7 @@ async def heal(
         admit: asked before each attempt; returns what is to be run, or why it is not.
         further: asked when memory ran out with a choice, while the failure holds what it held; what it returns is asked
             afterwards what to try next.
+        is_final: asked of each attempt that failed, likewise: whether no other may follow.
         writes: whether the cell writes files, which it must not read as its failed run has left them.
 
     Returns:
@@ -116,14 +118,14 @@ async def heal(
         # Of what a change raised, its cause tells: a few rows that it tried out. Asked before its frames let go.
         cause = error.__cause__ if isinstance(error, OomDoctorError) else error
         ran_out = cause is not None and is_oom(cause)
-        more = None
-        if error is not None and error is cause and ran_out and log.ran_out + 1 < most_attempts:
+        more, is_last = None, is_final(choice, error)
+        if error is not None and error is cause and ran_out and not is_last and log.ran_out + 1 < most_attempts:
             more = further(choice, error)
         if error is not None:
             release(error, shell)
         if not log.goes_on_after(choice, error, ran_out=ran_out):
             return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
-        if transaction.losses():
+        if is_last or transaction.losses():
             break
         if more is not None:
             waiting.extendleft(reversed(more()))

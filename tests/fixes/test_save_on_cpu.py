@@ -230,7 +230,7 @@ def room(found: Evidence, available: int) -> Evidence:
     [
         (evidence(SETUP, TRAINS, device="cpu"), "host memory already"),
         (evidence(SETUP, TRAINS, grad_disabled=True), "gradients are off"),
-        (evidence(SETUP, TRAINS, roles=((Role.PARAMETER, 1 << 30),)), "no activations"),
+        (evidence(SETUP, "model = build()", roles=((Role.PARAMETER, 1 << 30),)), "no activations"),
         (room(evidence(SETUP, TRAINS), 1 << 20), "1.00 MiB left"),
         (evidence("g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n    model(x)"), "captures"),
     ],

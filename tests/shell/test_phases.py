@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -64,3 +65,18 @@ def test_each_phase_gets_a_change_of_its_own(phases: InteractiveShell, auto: str
         for text in (SETUP, functions, cell):
             assert run(shell, text)[0].success
         assert differing(left, state_digests(shell.user_ns)) == []
+
+
+def test_a_call_that_an_attempt_has_not_come_to_either_leaves_room_for_the_next(
+    phases: InteractiveShell, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    with cleared(phases) as shell:
+        for cell in (SETUP, FUNCTIONS):
+            assert run(shell, cell)[0].success
+        run(shell, f"%oomdoctor simulate {besides('40MiB')}\n%oomdoctor auto exact")
+        run(shell, f"{CELL}with open({str(log)!r}, 'a') as file:\n    file.write('done')\n")
+        outcome = known().outcome
+        assert (outcome.kind, outcome.attempts > 1, outcome.state) == (OutcomeKind.HEALED, True, State.CLEAN), outcome
+        assert log.read_text() == "done"
+        run(shell, "%oomdoctor simulate off")
