@@ -90,6 +90,7 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
             effect=Effect.EQUIVALENT if pinned else Effect.EXACT,
             saves=activations,
             slowdown=_SLOWDOWN[pinned],
+            crosses=True,
             basis=f"{how.format(format_size(activations))}, which would wait in host memory",
             caveat=_CONTIGUOUS if pinned else None,
         )
@@ -147,6 +148,7 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
         effect=Effect.EXACT,
         saves=state,
         slowdown=_COPIED,
+        crosses=True,
         basis=f"the census found {format_size(state)} of optimizer state, which would wait in host memory",
     )
 

@@ -288,7 +288,9 @@ class Ladder:
         """Return a dose as it is offered."""
         if index not in self._offered:
             self._offered[index] = self._candidate(index, forecast)
-        slowdown = forecast.slowdown or _slowdown(self.rungs[index])
+        rung = self.rungs[index]
+        least = _slowdown([part for part in rung if part.proposal.crosses])
+        slowdown = max(forecast.slowdown or _slowdown(rung), least)
         peak = forecast.peak or None  # an estimate that leaves nothing is too rough to be a number
         shown = replace(forecast, peak=peak, slowdown=slowdown)
         return replace(self._offered[index], forecast=shown, breaks=self.breaks)
@@ -330,5 +332,5 @@ def _title(titles: Sequence[str]) -> str:
     return "; ".join([first, *(text[:1].lower() + text[1:] for text in others)])
 
 
-def _slowdown(rung: Rung) -> float:
+def _slowdown(rung: Sequence[Part]) -> float:
     return prod(part.proposal.slowdown for part in rung)

@@ -77,6 +77,7 @@ class Proposal:
         effect: what this dose does to these models' results; a fix may promise less for some models than for others.
         saves: estimate of the bytes that it takes off the peak, from the census; ``basis`` says how.
         slowdown: estimate of time with it over time without it.
+        crosses: tensors go to the host and back, of whose way no forecast knows: it takes ``slowdown`` at least.
         caveat: what the user should know before taking it.
     """
 
@@ -85,6 +86,7 @@ class Proposal:
     basis: str
     dose: Dose = Dose()
     slowdown: float = 1.0
+    crosses: bool = False
     caveat: str | None = None
 
 

@@ -205,7 +205,7 @@ class _Comparison:
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         own = _own_names(self.session, self.before, after)
         given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
-        changed = self._ended(after, **given, fails=unchanged.error)
+        changed = self._ended(after, **given, ends=(None, unchanged.error))
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
         is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
