@@ -5,7 +5,8 @@ FOLDER holds one file ``NAME.py`` for each program: third-party code, which is n
 rightly, and ``# engineer:`` what one would change by hand. Then its cells, each below ``# %%``; modules that they
 import, below ``# %% module NAME.py``; the cell that trains is below ``# %% fails``.
 
-Each program runs in three Jupyter kernels, on the simulated device, with one thread:
+Each program runs in three Jupyter kernels, on the simulated device, with one thread (what ``save_on_cpu`` keeps is not
+the device's there):
     * with memory to spare: what of the device the training takes, blocks that the allocator keeps included, and how
       long it takes;
     * with what the device held before the training cell and 65 % of what that cell adds to it, under

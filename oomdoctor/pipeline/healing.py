@@ -31,8 +31,8 @@ from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
 from oomdoctor.retry.heal import Run
 
-_FOLLOWING: Final = 2
-"""How many changes are tried besides one with which memory ran out."""
+_FOLLOWING: Final = 3
+"""How many changes may be tried besides one with which memory ran out, and how many doses of each."""
 
 
 async def heal(
@@ -182,9 +182,8 @@ class _Failures:
         terms: dict[str, Any] = {"time_budget_s": self._time_budget_s, "reserve": 0, "is_hurried": True}
         priced = plan(found, changed, self._transaction.restore, **terms)
         more: list[Choice] = []
-        for one in (dose for fit in admitted(priced, "exact") for dose in (fit, *_stronger(fit))):
-            if one.fix in candidate.answers_to or one.parts or len(more) == _FOLLOWING:
-                continue
+        fits = [one for one in admitted(priced, "exact") if one.fix not in candidate.answers_to and not one.parts]
+        for one in (dose for fit in fits[:_FOLLOWING] for dose in (fit, *_stronger(fit))[:_FOLLOWING]):
             both = _besides(candidate, one)
             _, attempt = attempt_with(fixes.get(one.fix), one.dose, changed, found.evidence)
             if isinstance(attempt, Refused):
