@@ -289,8 +289,9 @@ class Ladder:
         if index not in self._offered:
             self._offered[index] = self._candidate(index, forecast)
         rung = self.rungs[index]
-        least = _slowdown([part for part in rung if part.proposal.crosses])
-        slowdown = max(forecast.slowdown or _slowdown(rung), least)
+        slowdown = forecast.slowdown or _slowdown(rung)
+        if crossing := [part for part in rung if part.proposal.crosses]:
+            slowdown = max(slowdown, _slowdown(crossing))
         peak = forecast.peak or None  # an estimate that leaves nothing is too rough to be a number
         shown = replace(forecast, peak=peak, slowdown=slowdown)
         return replace(self._offered[index], forecast=shown, breaks=self.breaks)
