@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,8 @@ def run(program: list[str], steps: int | None) -> Left:
     for name in sorted(names, key=lambda name: hasattr(names[name], "__next__")):  # reading an iterator may move others
         left.update(leaves(names[name], name))
     for path in sorted(path for path in Path().rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")):
-        left.update(
-            leaves(torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_text(), f"{path}")
-        )
+        readers = {".pt": partial(torch.load, weights_only=False), ".pkl": lambda path: pickle.loads(path.read_bytes())}
+        left.update(leaves(readers.get(path.suffix, Path.read_text)(path), f"{path}"))
     return left, printed.getvalue(), took
 
 
