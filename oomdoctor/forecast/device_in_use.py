@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.errors import ForecastError
+from oomdoctor.forecast.devices import asked_of_to
 from oomdoctor.forecast.layout import Layout
 from oomdoctor.forecast.survey import Alive, live_storages
 from oomdoctor.objects.alive import alive, is_apart
@@ -183,10 +184,10 @@ def _as_on_the_device(tracker: DeviceTracker, held: Held) -> Iterator[None]:
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if is_outside() and not isinstance(tensor, FakeTensor):
-            device, dtype, *_ = _torch._C._nn._parse_to(*args, **kwargs)
+            device, options, _ = asked_of_to(tracker.card, args, kwargs)
             if device == card:
                 with tracker.fake_mode, tracker:
-                    return torch.empty_like(tensor, device=card, dtype=dtype or tensor.dtype)
+                    return torch.empty_like(tensor, device=card, **options)
         return real["to"](tensor, *args, **kwargs)
 
     cls.copy_, cls.data_ptr, cls.to = copy_, data_ptr, to

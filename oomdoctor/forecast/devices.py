@@ -222,7 +222,7 @@ def _move(card: Card) -> None:
     """Copy between devices where compiled code would see no difference."""
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        device, options, copies = _asked(card, args, kwargs)
+        device, options, copies = asked_of_to(card, args, kwargs)
         if device is None or device == tensor.device:
             return _raw_to(tensor, **{"dtype": tensor.dtype, "copy": copies} | options)
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -267,7 +267,7 @@ def _convert(to: Any) -> None:
         cls.new_tensor = new_tensor
 
 
-def _asked(card: Card, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, bool]:
+def asked_of_to(card: Card, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, bool]:
     """Return what ``Tensor.to`` is asked for: the device or None, dtype and memory format, whether to copy anyway."""
     kwargs = dict(kwargs)
     copies = bool(kwargs.pop("copy", args[3] if len(args) > 3 else False))

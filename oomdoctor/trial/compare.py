@@ -87,7 +87,7 @@ def compare(
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
     limit_s = aim_s + 3 * (1 + len(changed)) * _RUN_S
-    rows = max(_ROWS[0], max((few for few in _ROWS if few < _ROWS_OF_PART * parts), default=0))
+    rows = max((few for few in _ROWS if few < _ROWS_OF_PART * parts), default=_ROWS[0])
 
     in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
 
