@@ -91,15 +91,17 @@ _LEAST_RATIO: Final = 0.05
 
 
 def check_short(incident: Incident, evidence: Evidence) -> None:
-    """Raise ``Unfit`` where fewer activations would not have helped.
-
-    An optimizer's step comes when the backward pass has freed the activations: what it asks for is state of its own.
-    """
+    """Raise ``Unfit`` where fewer activations of a model would not have helped."""
     frame = incident.framework_frame or ""
     if _runs_none(evidence) and frame and not _OF_LIBRARY.match(frame):
         raise Unfit("the failing cell calls no model, as far as can be seen")
+    check_not_stepping(incident, evidence)
+
+
+def check_not_stepping(incident: Incident, evidence: Evidence) -> None:
+    """Raise ``Unfit`` in an optimizer's step, which asks for state of its own when the activations are freed."""
     held, found = evidence.census.bytes_of(Role.ACTIVATION), evidence.census.found
-    if frame.startswith(_OPTIMIZERS) and held <= _LEAST_RATIO * found:
+    if (incident.framework_frame or "").startswith(_OPTIMIZERS) and held <= _LEAST_RATIO * found:
         holding = f"when activations held {format_size(held)} of {format_size(found)}"
         raise Unfit(f"memory ran out in the optimizer's step, {holding}")
 

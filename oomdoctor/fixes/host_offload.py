@@ -30,7 +30,7 @@ import libcst as cst
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
 from oomdoctor.fixes._step_lines import under
-from oomdoctor.fixes._terms import Unfit, check_host_room, found_or_asked, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host_room, check_not_stepping, found_or_asked, need, proposing, refusing
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -78,6 +78,7 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
         raise Unfit("gradients are off: nothing is kept for a backward pass")
     if code.cuda_graphs is not None:
         raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
+    check_not_stepping(incident, evidence)
     activations = found_or_asked(incident, evidence)
     how = "the census found {} of activations" if evidence.census.bytes_of(Role.ACTIVATION) else "a layer asked for {}"
     if not activations:

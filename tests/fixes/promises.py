@@ -19,7 +19,7 @@ import live
 import torch
 from models import Family
 from observed import facts
-from running import Run, accelerator_of, begun, cells_with, fail, finish, left, plain, run, session_of
+from running import Run, begun, cells_with, fail, finish, left, plain, run, session_of
 from settings import Settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import Traces, moved, other_form, root_of
@@ -131,7 +131,7 @@ def _check_patch(fix: Fix, family: Family, proposal: Proposal, patch: Patch, set
     except OomDoctorError as unfit:
         return str(unfit)
     _check_numbers(fix, family, proposal, found, settings, "patched")
-    _check_memory(family, found, settings, lambda: finish(family, sources, guarded), "patched")
+    _check_memory(family, found, settings, lambda budget: finish(family, sources, guarded, budget=budget), "patched")
 
     if any(edit.cell != failure.cells.failing.number for edit in patch.edits):
         _check_replay(family, patch, found)
@@ -220,7 +220,9 @@ def _check_live(fix: Fix, family: Family, proposal: Proposal, settings: Settings
             raise
         return why
     if not settings.live_frees_before:
-        _check_memory(family, found, settings, lambda: finish(family, family.cells(), applied), "live")
+        _check_memory(
+            family, found, settings, lambda budget: finish(family, family.cells(), applied, budget=budget), "live"
+        )
     forms = _traces(family, applied, settings, None)
     if proposal.effect in (Effect.EXACT, Effect.EQUIVALENT):
         others = other_form(_plain_forms(family), forms)
@@ -353,14 +355,13 @@ def _check_numbers(fix: Fix, family: Family, proposal: Proposal, found: Run, set
         assert off <= tolerance, f"{form}: the results are {off:.1e} off, more than {tolerance:.0e}"
 
 
-def _check_memory(family: Family, found: Run, settings: Settings, again: Callable[[], Any], form: str) -> None:
+def _check_memory(family: Family, found: Run, settings: Settings, again: Callable[[int], Any], form: str) -> None:
     """Check that it needs less than the program as it was, or that it runs within what that did not fit into."""
-    if settings.unseen or found.peak < plain(family).peak:
+    if found.peak < plain(family).peak:
         return
     budget = fail(family).budget
     try:
-        with accelerator_of(budget):
-            again()
+        again(budget)
     except torch.OutOfMemoryError:
         raise AssertionError(
             f"{form}: its peak is {found.peak} bytes, {plain(family).peak} without it, and {budget} are not enough"

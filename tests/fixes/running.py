@@ -1,7 +1,7 @@
 """Runs a family's cells: as they are, until they fail for want of memory, and with other sources in their place.
 
 What a run left is told by what users look at: parameters and buffers, the list of results, and where the random numbers
-stand. Its peak is the most bytes of storages that operations made, counted by the tests' own dispatch mode.
+stand. Its peak is the most bytes that it held on a virtual accelerator with room for all of it.
 """
 
 from __future__ import annotations
@@ -94,20 +94,23 @@ def finish(
     sources: Sequence[str],
     context: Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     look: Callable[[dict[str, Any]], Any] = lambda namespace: None,
+    budget: int = _ROOMY_BYTES,
 ) -> tuple[Run, Any]:
-    """Run all cells in a fresh namespace, the last one within ``context``.
+    """Run all cells in a fresh namespace on a device of ``budget`` bytes, the last one within ``context``.
 
     Returns:
         What it left, and what ``look`` made of the namespace.
     """
     gc.collect(1)
     with contextlib.ExitStack() as stack:
-        with live.Peak() as seen:
+        with accelerator_of(budget) as device, live.Peak() as seen:
             namespace = stack.enter_context(begun(sources))
             before = seen.operations
             with context(namespace):
                 run(sources[-1], namespace, len(sources))
-        found = replace(left(family, namespace), peak=seen.peak, operations=seen.operations - before)
+            peak = device.read().peak_allocated
+        assert isinstance(peak, int)
+        found = replace(left(family, namespace), peak=peak, operations=seen.operations - before)
         return found, look(namespace)
 
 
