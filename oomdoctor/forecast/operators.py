@@ -83,13 +83,23 @@ def _decided_by(value: bool) -> Handler:
 
 
 def _integers(func: Any, args: Any, kwargs: Any) -> Any:
-    """Draw for real where they are few; the fake mode keeps the values of what is lifted into it."""
+    """Draw for real where they are few."""
     sizes = [value for value in args if isinstance(value, (list, tuple))] or [args[:1]]
-    if prod(sizes[-1]) > _MOST_DRAWN or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+    return _few(func, args, kwargs, prod(sizes[-1]))
+
+
+def _identity(func: Any, args: Any, kwargs: Any) -> Any:
+    """Make it for real where it is small: masks of pairs are made of it."""
+    return _few(func, args, kwargs, args[0] * args[-1])
+
+
+def _few(func: Any, args: Any, kwargs: Any, count: int) -> Any:
+    """Run for real what makes so many elements, if they are few; the fake mode keeps the values of what is lifted."""
+    if count > _MOST_DRAWN or torch.device(kwargs.get("device") or "cpu").type != "cpu":
         return func(*args, **kwargs)
     with _disable_current_modes():
-        drawn = func(*args, **kwargs)
-    return _aten.lift_fresh.default(drawn)
+        made = func(*args, **kwargs)
+    return _aten.lift_fresh.default(made)
 
 
 def _made(func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,7 +258,7 @@ HANDLERS: Final = (
         ("nonzero", known(values.nonzero)),
         ("masked_select", values.masked_select),
         ("_unique2 unique_dim unique_consecutive", known(values.unique)),
-        ("index.Tensor", values.index),
+        ("index.Tensor", known(values.index)),
         ("repeat_interleave.Tensor", known(values.repeat_interleave)),
         ("bincount", known(values.bincount)),
         ("_ctc_loss _ctc_loss.Tensor", values.ctc_loss),
@@ -268,6 +278,7 @@ HANDLERS: Final = (
         ("randint randint.generator randint.low randint.low_generator randperm randperm.generator", _integers),
         ("arange arange.start arange.start_step", _integers),
         ("zeros ones full", _made),
+        ("eye eye.m", _identity),
         ("mse_loss smooth_l1_loss binary_cross_entropy", _reduced),
         ("_efficientzerotensor", _without_memory),
         ("geqrf", _reflectors),

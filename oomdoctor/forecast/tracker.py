@@ -43,6 +43,8 @@ _FOLLOWED_TWINS: Final = 1 << 22
 """Literals, integers and masks of up to so many elements are computed with for real beside their twins; of those that
 were there before, and have their values anyway, larger ones: labels of a data set."""
 
+_UNFILLED: Final = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}
+
 # The limit for what the fake mode computes by itself. It is 1 there: enough for a compiler, not for lists of lengths.
 fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
 
@@ -67,14 +69,21 @@ class NoDevice(AssertionError):
 
 
 class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow."""
+    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow.
+
+    It would run ``empty_like`` of a tensor whose values are known for real, and take what happens to lie there for the
+    values of the result, also where a meta kernel makes its result so.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
+        out: Any = self.dispatch(func, types, args, kwargs or {})
+        if func in _UNFILLED:
+            out.constant = None
+        return out
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

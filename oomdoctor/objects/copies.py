@@ -1,8 +1,8 @@
 """Copies of what is too large to be looked into before every cell, long containers and large arrays, and of buffers.
 
 A long container is copied, not what lies in its items, while there are not too many of them together, or where the
-cell's text writes into it. Of its items a trace is kept: attributes, lengths and versions. Of a large array there is a
-checksum on the same terms. Of the rest it is told when code that the cell reaches writes into a thing of that name.
+cell's text writes into it. Of its items a trace is kept: attributes, lengths and versions. A large array is copied, or
+a checksum of it taken. Of the rest it is told when code that the cell reaches writes into a thing of that name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ LONG: Final = 20_000
 _MOST_COPIED: Final = 1 << 18
 """How many items of long containers are copied before a cell, whatever it writes into."""
 _SUMMED_BYTES: Final = 4 << 20
+"""An array of so many bytes is looked at as a whole whatever the cell writes into, a larger one where it may."""
 _MOST_SUMMED_BYTES: Final = 256 << 20
+_MOST_COPIED_BYTES: Final = 64 << 20
+"""How much of arrays is copied before a cell, of those that are looked at as a whole."""
 _SAMPLES: Final = 4096
 _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
@@ -51,6 +54,7 @@ class Allowance:
 
     may_write: Callable[[str], bool]
     _left: int = _MOST_COPIED
+    _bytes_left: int = _MOST_COPIED_BYTES
 
     def copies(self, path: str, length: int) -> bool:
         """Return whether a container of this length is copied, and count it."""
@@ -58,6 +62,13 @@ class Allowance:
             self._left -= length
             return True
         return self.may_write(path)
+
+    def copies_bytes(self, size: int) -> bool:
+        """Return whether an array of this many bytes that is looked at as a whole is copied, and count it."""
+        if LIGHT_BYTES < size <= self._bytes_left:
+            self._bytes_left -= size
+            return True
+        return size <= LIGHT_BYTES
 
     def sums(self, path: str, size: int) -> bool:
         """Return whether the whole of an array of this many bytes is looked at."""
@@ -163,7 +174,7 @@ def _trace(items: Iterable[Any]) -> int:
 
 
 class Contents(Memento):
-    """What an array, a ``bytearray`` or an ``array.array`` holds: of a few bytes a copy, of more a checksum.
+    """What an array, a ``bytearray`` or an ``array.array`` holds: a copy, or a checksum where there is too much.
 
     Of what is too large for that, some of the contents are looked at.
 
@@ -179,7 +190,8 @@ class Contents(Memento):
         self._is_summed = not is_array or (
             allowance.sums(path, size) and (size <= _SUMMED_BYTES or value.flags.c_contiguous)
         )
-        if size <= LIGHT_BYTES and not (is_array and value.dtype.hasobject):
+        has_objects = is_array and value.dtype.hasobject
+        if self._is_summed and not has_objects and allowance.copies_bytes(size):
             self._copy = value.copy() if is_array else value[:]
         else:
             self._sample = _sample(value, is_whole=self._is_summed)

@@ -68,6 +68,21 @@ for x, y in loader:
     some = x[where.squeeze(1)]
     a, b = torch.where(x > 0)
 
+# %% a mask of pairs
+for x, y in loader:
+    found = F.normalize(model(x), dim=1)
+    labels = torch.cat([torch.arange(len(x) // 2) for _ in range(2)])
+    pairs = (labels[None] == labels[:, None]).float()
+    others = ~torch.eye(len(labels), dtype=torch.bool)
+    scores = (found @ found.T)[others].view(len(labels), -1)
+    pairs = pairs[others].view(len(labels), -1)
+    positives = scores[pairs.bool()].view(len(labels), -1)
+    negatives = scores[~pairs.bool()].view(len(labels), -1)
+    loss = F.cross_entropy(torch.cat([positives, negatives], 1), torch.zeros(len(labels), dtype=torch.long))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
 # %% unique
 for x, y in loader:
     STEP

@@ -150,6 +150,12 @@ COMES_BACK = {
         "confusion[1, 2] += 1; raw.append(7); ints.append(3); train()",
         "(confusion.tolist(), bytes(raw), list(ints))",
     ),
+    "large arrays and bytes": (
+        "raw = bytearray(100_000)\nclass Replay: pass\nreplay = Replay(); replay.state = np.zeros((50_000, 17))\n"
+        "def add(at): replay.state[at] += 1",
+        "raw[12345] += 1; add(7); add(40_000); train()",
+        "(sum(raw), replay.state.sum().item(), replay.state[40_000].tolist())",
+    ),
     "settings of a model of transformers": (
         "from transformers import BertConfig\n"
         "class Wrapped(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -317,7 +323,7 @@ TOLD = {
         "w = torch.zeros(4, requires_grad=True)",
         "(w * 2).sum().backward()\nwith torch.no_grad(): w -= 0.1 * w.grad", "`w` was written in place",
     ),
-    "a large array": ("hist = np.zeros(100_000)", "hist += 1", "`hist` is a large array"),
+    "a very large array": ("hist = np.zeros(9_000_000)", "hist += 1", "`hist` is a large array"),
     "weights that are loaded": (
         "state = {k: v.clone() for k, v in model.state_dict().items()}", "model.load_state_dict(state)",
         "was written in place and no copy was kept",
@@ -340,8 +346,8 @@ TOLD = {
         "import weakref\nclass K: pass\none, two = K(), K()\nw = weakref.WeakValueDictionary(a=one)", "w['a'] = two",
         "`w.data` was changed",
     ),
-    "one item of a large array": ("big = np.zeros(200_000)", "big[12345] += 1", "`big` is a large array"),
-    "bytes, many": ("raw = bytearray(100_000)", "raw[12345] += 1", "`raw` is a large array"),
+    "one item of a very large array": ("big = np.zeros(9_000_000)", "big[12345] += 1", "`big` is a large array"),
+    "bytes, very many": ("raw = bytearray(68_000_000)", "raw[12345] += 1", "`raw` is a large array"),
     "a list of a library's object": (
         "import string\nbox = string.Template(''); box.parts = [torch.ones(1 << 16)]", "box.parts.append(1)",
         "`box.parts` was changed by the cell",

@@ -258,22 +258,22 @@ TOLD = {
         "`grid` is an array that was given another shape",
     ),
     "one item of a very large array": (
-        "big = np.zeros((1000, 1000))", "big[3, 4] += 1", "`big` is a large array",
+        "big = np.zeros((3000, 3000))", "big[3, 4] += 1", "`big` is a large array",
     ),
     "one item of its view": (
-        "big = np.zeros((1000, 1000))", "row = big[5:].T\nfor one in row: one[3] = 2", "`big` is a large array",
+        "big = np.zeros((3000, 3000))", "row = big[5:].T\nfor one in row: one[3] = 2", "`big` is a large array",
     ),
     "one item of what a function is given": (
-        "big = np.zeros((1000, 1000))\ndef fix(a): a[3, 4] = 1", "fix(big)", "`big` is a large array",
+        "big = np.zeros((3000, 3000))\ndef fix(a): a[3, 4] = 1", "fix(big)", "`big` is a large array",
     ),
     "an array that is shuffled": (
-        "big = np.arange(1_000_000)", "np.random.shuffle(big[:9_000])", "`big` is a large array",
+        "big = np.arange(9_000_000)", "np.random.shuffle(big[:9_000])", "`big` is a large array",
     ),
     "an array that a tensor shares": (
-        "big = np.zeros((1000, 1000))", "shared = torch.from_numpy(big)\nshared[3, 4] = 1", "`big` is a large array",
+        "big = np.zeros((3000, 3000))", "shared = torch.from_numpy(big)\nshared[3, 4] = 1", "`big` is a large array",
     ),
     "one letter of an array of texts": (
-        "words = np.full(50_000, 'abc')", "words[12345] = 'b'", "`words` is a large array",
+        "words = np.full(6_000_000, 'abc')", "words[12345] = 'b'", "`words` is a large array",
     ),
     "memory of ctypes": ("number = ctypes.c_int(1)", "number.value += 1", "`number` is memory of c_int"),
     "a default that is let go of": (
