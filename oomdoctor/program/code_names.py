@@ -12,6 +12,7 @@ argument is not followed back to the caller.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import linecache
 import re
@@ -191,8 +192,11 @@ def given_names(source: str) -> frozenset[str]:
 
 
 def names_written_by(code: CodeType) -> frozenset[str]:
-    """Return the names that a function writes items into, none where its text is not known."""
-    return written_names(_text_of(code))
+    """Return the names that a function writes items into: all that it has where its text is not known and it writes."""
+    if text := _text_of(code):
+        return written_names(text)
+    writes = any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
+    return frozenset((*code.co_names, *code.co_varnames, *code.co_freevars) if writes else ())
 
 
 def _text_of(code: CodeType) -> str:

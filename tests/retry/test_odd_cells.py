@@ -151,10 +151,9 @@ COMES_BACK = {
         "(confusion.tolist(), bytes(raw), list(ints))",
     ),
     "large arrays and bytes": (
-        "raw = bytearray(100_000)\nclass Replay: pass\nreplay = Replay(); replay.state = np.zeros((50_000, 17))\n"
-        "def add(at): replay.state[at] += 1",
-        "raw[12345] += 1; add(7); add(40_000); train()",
-        "(sum(raw), replay.state.sum().item(), replay.state[40_000].tolist())",
+        "raw, replay = bytearray(100_000), np.zeros((20_000, 17))\ndef add(at): replay[at] += 1",
+        "raw[12345] += 1; add(7); add(10_000); train()",
+        "(sum(raw), replay.sum().item(), replay[10_000].tolist())",
     ),
     "settings of a model of transformers": (
         "from transformers import BertConfig\n"

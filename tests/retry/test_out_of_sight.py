@@ -266,6 +266,9 @@ TOLD = {
     "one item of what a function is given": (
         "big = np.zeros((3000, 3000))\ndef fix(a): a[3, 4] = 1", "fix(big)", "`big` is a large array",
     ),
+    "one item of an array that a function knows": (
+        "big = np.zeros((3000, 3000))\ndef fix(): big[3, 4] = 1", "fix()", "the cell may have written to, and no copy",
+    ),
     "an array that is shuffled": (
         "big = np.arange(9_000_000)", "np.random.shuffle(big[:9_000])", "`big` is a large array",
     ),
