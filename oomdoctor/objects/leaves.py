@@ -87,6 +87,11 @@ class Leaf:
         """Whether it is a tensor's, which is told wherever it is met."""
         return self.frame.startswith("torch.")
 
+    @property
+    def is_of_integers(self) -> bool:
+        """Whether it is a tensor of integers."""
+        return self.frame.startswith(("torch.int", "torch.uint"))
+
 
 class Leaves:
     """Yields the leaves of several values; what was met before is told by the path that first led there.
@@ -326,7 +331,7 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
         exact = _hash(indices + flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else ""
         shape = tuple(tensor.shape)
         frame = f"{tensor.dtype} {shape}"
-        if not has_numbers or not flat.is_floating_point():
+        if not has_numbers or flat.dtype is torch.bool:
             return Leaf(exact=exact, frame=frame, shape=shape)
         values = flat.double()
         numbers, scale = (values, values.abs()) if values.numel() <= _WHOLE else _stretches(values)

@@ -141,4 +141,6 @@ def _noise(leaf: Leaf, control: Leaf | None) -> float:
 
 def _allowed(leaf: Leaf, path: str, controls: Sequence[Mapping[str, Leaf]]) -> float:
     noise = max((_noise(leaf, control.get(path)) for control in controls), default=0.0)
+    if leaf.is_of_integers:  # rounding decides few of them, or the program is another one
+        return min(_TIMES_NOISE * noise, _BLURRED)
     return max(_LEAST, _TIMES_NOISE * noise)
