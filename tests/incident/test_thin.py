@@ -6,9 +6,8 @@ import time
 import pytest
 
 from oomdoctor.incident import from_text
-from oomdoctor.incident.clean import LIMIT
+from oomdoctor.incident.clean import ANCHORS, LIMIT, STRONG, thin
 from oomdoctor.incident.formats import FORMATS
-from oomdoctor.incident.thin import ANCHORS, STRONG, thin
 
 OOM = (
     "Traceback (most recent call last):\n"
