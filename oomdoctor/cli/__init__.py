@@ -65,7 +65,7 @@ def _take_all_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if encoding.lower() not in ("utf-8", "utf8") and isinstance(stream, io.TextIOWrapper):
-            from oomdoctor.views.terminal import SUBSTITUTE
+            from oomdoctor.views.mime import SUBSTITUTE
 
             stream.reconfigure(errors=SUBSTITUTE)
 

@@ -28,9 +28,8 @@ def _last_case() -> dict[str, Any]:
         return {}
     from oomdoctor.model.case import OutcomeKind
     from oomdoctor.views import text
-    from oomdoctor.views.aftermath import aftermath
     from oomdoctor.views.document import GAP, Fixes, Line
-    from oomdoctor.views.prices import fix_rows
+    from oomdoctor.views.prices import aftermath, fix_rows
     from oomdoctor.views.story import causes, headline
 
     told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])

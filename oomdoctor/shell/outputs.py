@@ -165,7 +165,7 @@ def display_in(shell: Any, to_text: Callable[..., str], shown: Any, *, raw: bool
     from IPython.display import display
 
     if not hasattr(shell, "kernel") and sys.stdout.isatty():
-        from oomdoctor.views.terminal import fitted, looks
+        from oomdoctor.views.mime import fitted, looks
 
         print(fitted(to_text(**looks(sys.stdout)), sys.stdout), end="")
     else:

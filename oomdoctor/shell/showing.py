@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from oomdoctor.shell.borders import Borders
     from oomdoctor.shell.extension import Extension
     from oomdoctor.shell.retrying import OpenCase
-    from oomdoctor.views.panel_parts import Live
+    from oomdoctor.views.panel import Live
     from oomdoctor.views.story import Retry
 
 
@@ -194,7 +194,7 @@ class _Watch:
             self._tell(self._live(None if isinstance(allocated, Unavailable) else allocated))
 
     def _live(self, allocated: int | None) -> Live:
-        from oomdoctor.views.panel_parts import Live
+        from oomdoctor.views.panel import Live
 
         case = pipeline.last_case()
         return Live(

@@ -1,6 +1,6 @@
 """What the user sees: the same facts as text, as HTML and as a panel of controls.
 
-``story``, ``survey``, ``memplan`` and ``aftermath`` turn values of the model into a document; ``text`` and ``html``
+``story``, ``survey``, ``prices`` and ``displayed`` turn values of the model into a document; ``text`` and ``html``
 render it and add nothing.
 """
 

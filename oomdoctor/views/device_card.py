@@ -1,4 +1,4 @@
-"""One device: what of it is in use and by whom, inside the allocator and outside of it."""
+"""One device, as a card and as a bar: what is in use and by whom, inside the allocator and outside of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-from oomdoctor.views.bar import device_bar
 from oomdoctor.views.document import Bar, Document, Line, Table, apart, given
-from oomdoctor.views.grouping import NAMELESS, grouped
-from oomdoctor.views.holders import TOP, Holders, holders
+from oomdoctor.views.holders import NAMELESS, TOP, Holders, grouped, holders
 
 _PROCESSES: Final = 5
 _CACHE_WORTH_TELLING: Final = 0.25
@@ -175,3 +173,64 @@ def _outside(device: DeviceMemory, most: int) -> Iterator[Fact]:
         yield Fact("", "", f"and {len(others) - most} more")
     if (free := words.known(device.free)) is not None:
         yield Fact(format_size(free), "free", "what the driver could still give")
+
+
+def device_bar(
+    device: DeviceMemory, census: Census | None, *, total: int | None = None, asked: int | None = None
+) -> Bar | None:
+    """Return the bar of ``device``, None where nothing at all is known.
+
+    Args:
+        census: who holds what there; None for a device that was not searched.
+        total: what a message says about the capacity, used where the device itself cannot say.
+        asked: bytes of the request that failed.
+    """
+    total = words.known(device.total, total)
+    pieces = [piece for piece in _in_bar(device, census, total) if piece[2] > 0]
+    used = sum(size for _, _, size in pieces)
+    if asked:
+        within = asked if total is None else max(0, min(asked, total - used))
+        inside = "request" if total is None else "request, within the budget"
+        pieces += [("asked", inside, within), ("over", "request, beyond the budget", asked - within)]
+    if total is not None:
+        pieces.append(("free", "free", total - used - (asked or 0)))
+    return Bar.of(words.limited_name(device), total, pieces)
+
+
+def _in_bar(device: DeviceMemory, census: Census | None, total: int | None) -> Iterator[tuple[str, str, int]]:
+    """Yield kind, label and bytes of all that is in use, as far as it is known."""
+    allocated, reserved, free = words.known(device.allocated), words.known(device.reserved), words.known(device.free)
+    found = 0
+    if census is not None:
+        roles = roles_of(census)
+        yield from roles
+        found = sum(size for *_, size in roles)
+        allocated = max(found, allocated or 0)
+    if allocated is not None:
+        rest_label = "allocated" if census is None else words.ROLES[Role.UNEXPLAINED]
+        yield Role.UNEXPLAINED.value, rest_label, allocated - found
+    inside = max(allocated or 0, reserved or 0)
+    yield "cached", "reserved, not in use", inside - (allocated or 0)
+    if total is not None and free is not None:
+        yield from _rest(device, total - free - inside)
+
+
+def roles_of(census: Census) -> list[tuple[str, str, int]]:
+    """Return kind, label and bytes of what has a holder, the largest first."""
+    held = [(role.value, words.ROLES[role], size) for role, size in census.roles if role is not Role.UNEXPLAINED]
+    return sorted(held, key=lambda piece: -piece[2])
+
+
+def _rest(device: DeviceMemory, rest: int) -> Iterator[tuple[str, str, int]]:
+    """Yield who has the ``rest`` of what is in use, as far as the driver tells."""
+    known = (
+        ("context", "CUDA context and libraries", words.known(device.context)),
+        ("elsewhere", "other processes", words.known(device.elsewhere)),
+    )
+    for kind, label, size in known:
+        yield kind, label, max(min(size or 0, rest), 0)
+        rest -= size or 0
+    if device.name == "cpu" and device.basis.startswith("RLIMIT_"):  # which counts nothing of other processes
+        yield "process", "this process", rest
+    else:
+        yield "outside", "in use otherwise" if device.name == "cpu" else "other use of the device", rest

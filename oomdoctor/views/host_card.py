@@ -19,8 +19,8 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, HostProcess, Measured
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-from oomdoctor.views.bar import ceiling, host_bar, process_bar
-from oomdoctor.views.device_card import Card, Fact, largest_role
+from oomdoctor.views.device_card import Card, Fact, largest_role, roles_of
+from oomdoctor.views.document import Bar
 from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
 
 _NEAR: Final = 0.8
@@ -77,6 +77,51 @@ def host_card(
             *(fact for fact, ratio in _limits(host) if is_full or ratio >= _NEAR),
         ),
     )
+
+
+def ceiling(host: HostMemory) -> tuple[int, int, str] | None:
+    """Return ``(total, free, which)`` of the machine's memory, or of the memory cgroup where that leaves less."""
+    total, free = words.known(host.total), words.known(host.available)
+    limit, used = words.known(host.cgroup_limit), words.known(host.cgroup_used)
+    if limit is not None and used is not None and (free is None or limit - used < free):
+        return limit, max(limit - used, 0), " (memory cgroup)"
+    return None if total is None or free is None else (total, free, "")
+
+
+def host_bar(host: HostMemory) -> Bar | None:
+    """Return the host's memory as a bar: this process and those that it started, all else in use, and what is free."""
+    whole = ceiling(host)
+    if whole is None:
+        return None
+    total, free, which = whole
+    used = total - free
+    own = min(words.known(host.rss) or 0, used)
+    children = host.children if isinstance(host.children, tuple) else ()
+    theirs = min(sum(words.known(child.uss, child.rss) or 0 for child in children), max(used - own, 0))
+    pieces = [
+        ("process", "this process", own),
+        ("children", "processes that it started", theirs),
+        ("outside", "in use otherwise", used - own - theirs),
+        ("free", "available", free),
+    ]
+    return Bar.of(f"host memory{which}", total, pieces)
+
+
+def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> Bar | None:
+    """Return what this process holds of the host's memory as a bar of its own: a sliver of a large machine's.
+
+    Args:
+        census: who holds which tensors there; there is no bar where they were not searched for, or none was found.
+        simulated: bytes of tensors that count for a simulated device and lie in this process.
+    """
+    rss = words.known(host.rss)
+    tensors = simulated + (census.found if census is not None else 0)
+    if rss is None or not tensors:
+        return None
+    pieces = [] if census is None else roles_of(census)
+    pieces.append(("simulated", "tensors of the simulated device", simulated))
+    pieces.append(("process", "other than tensors", rss - tensors))
+    return Bar.of("this process", rss, pieces)
 
 
 def _headline(

@@ -9,20 +9,21 @@ captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from oomdoctor.model.absence import Refused
+from oomdoctor.model.sizes import format_size
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
-from oomdoctor.views.panel_parts import Buttons, Opener, Progress, code, diff, wrapping
 from oomdoctor.views.prices import fix_row, fix_rows
 from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
+    from oomdoctor.model.case import Case, OutcomeKind
     from oomdoctor.model.plan import Candidate, Forecast, Plan
-    from oomdoctor.views.panel_parts import Live
 
 _AUTO: Final = (
     ("ask me", "off"),
@@ -30,6 +31,14 @@ _AUTO: Final = (
     ("retry by itself, any change", "any"),
 )
 _UNDO: Final = "Take back what the last retry changed"
+_WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
+"""The layout of a row that breaks where the screen is narrow."""
+_FITTING: Final = {"width": "auto", "min_width": "7em"}
+"""A button as wide as its name: the width that ipywidgets gives leaves no room for a dose."""
+_DIFF: Final = (
+    "font-family:var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));overflow-x:auto;"
+    "white-space:pre;line-height:1.3;color:inherit;background:none"
+)
 _SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
 
 
@@ -90,7 +99,7 @@ class Panel:
         self._note = widgets.HTML()
         head = [first if typed else self._best, self._undo, self._auto(), self._note]
         # What is put out by a retry stands where that is watched.
-        self._above = (widgets.HBox(head, layout=wrapping(widgets)), self._progress.box, self._buttons.output)
+        self._above = (widgets.HBox(head, layout=_WRAPPING), self._progress.box, self._buttons.output)
         self.box = widgets.VBox(self._above)
 
     def display(self) -> None:
@@ -120,8 +129,8 @@ class Panel:
         self._note.value = part("inline", f"Retries are off: {gone}.") if gone else self._waits
         self._undo.tooltip = _UNDO if in_place else "There is nothing that can be taken back"
         self._best.button_style = "primary" if can_retry else ""
-        self._buttons.enable(self._undo, bool(in_place))
-        self._buttons.enable(self._best, self._has_best and can_retry)
+        self._buttons.enable(self._undo, enabled=bool(in_place))
+        self._buttons.enable(self._best, enabled=self._has_best and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
@@ -185,7 +194,8 @@ class Row:
         self._widgets, self._number, self._unchanged, self._buttons = widgets, number, unchanged, buttons
         self._candidate, self._in_place = candidate, False
         self._text = widgets.HTML(self._label())
-        self._diff: Opener | None = None
+        self._part = widgets.VBox([], layout={"display": "none"})
+        self._show: Any = None
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
@@ -194,13 +204,13 @@ class Row:
             tooltip = f"Run the cell again with: {row.title}"
             self._run = buttons.add(f"Retry with {number}", tooltip, lambda: retry(number))
             controls.append(self._run)
-        parts = []
-        if row.diff:
-            self._diff = Opener(widgets, f"diff {number}", f"Show the change in source: {row.title}", self._change)
-            controls.append(self._diff.button)
-            parts.append(self._diff.part)
-        lines = [self._text, widgets.HBox(controls, layout=wrapping(widgets)), *parts]
-        self.box = widgets.VBox(lines, layout=widgets.Layout(margin="6px 0 6px 0"))
+        if row.diff:  # to open it runs nothing, so the other buttons stay as they are
+            tooltip = f"Show the change in source: {row.title}"
+            self._show = widgets.Button(description=f"Show diff {number}", tooltip=tooltip, layout=_FITTING)
+            self._show.on_click(lambda _: self._toggle())
+            controls.append(self._show)
+        lines = [self._text, widgets.HBox(controls, layout=_WRAPPING), *([self._part] if row.diff else [])]
+        self.box = widgets.VBox(lines, layout={"margin": "6px 0 6px 0"})
 
     def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
         """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had.
@@ -212,13 +222,12 @@ class Row:
         self._in_place = own is not None
         if own is not None and own.dose != self._candidate.dose:
             self._candidate = own
-            if self._diff is not None:
-                self._diff.fill()
+            self._fill()
         self._text.value = self._label()
-        if self._diff is not None:
-            self._diff.button.button_style = "primary" if self._in_place else ""
+        if self._show is not None:
+            self._show.button_style = "primary" if self._in_place else ""
         if self._run is not None:
-            self._buttons.enable(self._run, can_retry)
+            self._buttons.enable(self._run, enabled=can_retry)
 
     def _label(self) -> str:
         """Return the fix on one line as HTML: what it is called and whether it fits; the diagnosis has its price."""
@@ -231,5 +240,142 @@ class Row:
     def _row(self) -> FixRow:
         return fix_row(self._number, self._candidate, self._unchanged)
 
+    def _toggle(self) -> None:
+        is_hidden = self._part.layout.display == "none"
+        self._part.layout.display = "" if is_hidden else "none"
+        self._show.description = f"{'Hide' if is_hidden else 'Show'} diff {self._number}"
+        self._fill()
+
+    def _fill(self) -> None:
+        """Show the change in source as it is now, where that is open."""
+        if self._part.layout.display != "none":
+            self._part.children = tuple(self._change())
+
     def _change(self) -> list[Any]:
-        return diff(self._widgets, self._candidate.patch, f"%oomdoctor fix {self._number} --insert")
+        """Return the change of the source as a diff, and the command that puts the changed cell into the next.
+
+        A callback cannot put a cell into the notebook: what it asks for would ride on the reply to another cell, and
+        could overwrite that one.
+        """
+        widgets, patch = self._widgets, self._candidate.patch
+        if isinstance(patch, Refused):
+            return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
+        shown = widgets.HTML(f'<pre dir="ltr" style="{_DIFF}">{part("changed", patch.diff())}</pre>')
+        insert = code(f"%oomdoctor fix {self._number} --insert")
+        return [shown, widgets.HTML(f"{insert} in a cell puts the changed one into the next.")]
+
+
+def code(text: str) -> str:
+    """Return code as HTML within a sentence."""
+    return part("inline", f"`{text}`")
+
+
+class Buttons:
+    """Buttons of which one is pressed at a time: while it runs, all of them are off.
+
+    Attributes:
+        output: takes what a pressed button puts out.
+    """
+
+    def __init__(self, widgets: Any) -> None:
+        self._widgets = widgets
+        self.output = widgets.Output()
+        self._enabled: dict[Any, bool] = {}
+        self._running = False
+
+    def add(self, name: str, tooltip: str, do: Callable[[], None]) -> Any:
+        """Return a new button that does ``do``."""
+        button = self._widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
+        button.on_click(lambda _: self._press(button, do))
+        self.enable(button, enabled=True)
+        return button
+
+    def enable(self, button: Any, *, enabled: bool) -> None:
+        """Turn a button on or off; it is off in any case while one runs."""
+        self._enabled[button] = enabled
+        button.disabled = self._running or not enabled
+
+    def _press(self, button: Any, do: Callable[[], None]) -> None:
+        if self._running or not self._enabled.get(button):
+            return
+        self._running = True
+        self._refresh()
+        try:
+            self.output.clear_output()
+            with self.output:
+                do()
+        finally:
+            self._running = False
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for button, enabled in self._enabled.items():
+            button.disabled = self._running or not enabled
+
+
+class Progress:
+    """A retry while it runs, as a sentence and a bar of memory against the budget; hidden before the first."""
+
+    def __init__(self, widgets: Any) -> None:
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, description="Memory")
+        self._text = widgets.HTML()
+        self.box = widgets.HBox([self._bar, self._text], layout={**_WRAPPING, "display": "none"})
+
+    def show(self, live: Live) -> None:
+        """Show the retry as it is now. May be called on another thread than the kernel's."""
+        if live.allocated is not None and live.budget:
+            self._bar.value = min(live.allocated / live.budget, 1.0)
+        self._text.value = escape(live.sentence)
+        self.box.layout.display = self._bar.layout.display = ""
+
+    def end(self, live: Live) -> None:
+        """Show that it has ended; where it came to a result, the notice that was put out says it all."""
+        if live.outcome is not None:
+            self.hide()
+            return
+        self._bar.layout.display = "none"
+        self._text.value = escape(live.end)
+
+    def hide(self) -> None:
+        """Show nothing of it any more."""
+        self._text.value = ""
+        self.box.layout.display = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A retry at one moment.
+
+    Attributes:
+        attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
+        allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
+        waits: whether it begins only when the forecasts are there.
+        outcome: how it ended; None while it runs, and where it came to no result, as one that was interrupted.
+    """
+
+    attempt: int
+    most: int
+    elapsed_s: float
+    allocated: int | None = None
+    budget: int | None = None
+    waits: bool = False
+    outcome: OutcomeKind | None = None
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        before = "Waiting for the forecasts" if self.waits else "Going back to the cell's start"
+        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else before
+        return f"{what}, {self.elapsed_s:.1f} s{self._memory()}; the kernel's interrupt button ends it."
+
+    @property
+    def end(self) -> str:
+        """That it came to no result and how long it took, in words."""
+        attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
+        return f"! Ended without a result after {self.elapsed_s:.1f} s{attempts}."
+
+    def _memory(self) -> str:
+        if self.allocated is None:
+            return ""
+        of = "" if self.budget is None else f" of {format_size(self.budget)}"
+        return f": {format_size(self.allocated)}{of} in use"

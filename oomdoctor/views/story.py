@@ -15,8 +15,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, Measured
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
-from oomdoctor.views.aftermath import CHANGED, WHY, aftermath
-from oomdoctor.views.bar import device_bar
+from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.document import (
     Block,
     Cause,
@@ -31,9 +30,8 @@ from oomdoctor.views.document import (
     apart,
     given,
 )
-from oomdoctor.views.grouping import within
-from oomdoctor.views.holders import holders, worth_telling
-from oomdoctor.views.prices import prices
+from oomdoctor.views.holders import holders, within, worth_telling
+from oomdoctor.views.prices import CHANGED, WHY, aftermath, prices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

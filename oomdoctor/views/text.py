@@ -122,7 +122,11 @@ class _Renderer:
             case Bar():
                 yield from draw(block, self._bar_width)
             case Timeline():
-                yield from self._timeline(block)
+                columns = block.columns(self._bar_width - 4)
+                levels = (_LEVELS[round(one.ratio * (len(_LEVELS) - 1))] for one in columns)
+                styles = ("red" if one.kind == "over" else "blue" for one in columns)
+                yield _indented(Text.assemble(*zip(levels, styles, strict=True)))
+                yield _indented(self._inline(block.sentence))
             case Items():
                 yield from (_indented(self._inline(row)) for row in block.rows[: block.most])
                 if more := len(block.rows[block.most :]) if block.most else 0:
@@ -162,14 +166,6 @@ class _Renderer:
         for row in rows:
             grid.add_row(*map(self._inline, row))
         return grid
-
-    def _timeline(self, timeline: Timeline) -> Iterator[RenderableType]:
-        line = Text()
-        for column in timeline.columns(self._bar_width - 4):
-            level = _LEVELS[round(column.ratio * (len(_LEVELS) - 1))]
-            line.append(level, "red" if column.kind == "over" else "blue")
-        yield _indented(line)
-        yield _indented(self._inline(timeline.sentence))
 
     def _table(self, table: Table) -> Iterator[RenderableType]:
         columns = self._columns(table)

@@ -27,12 +27,11 @@ from oomdoctor.model.memory import (
 )
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.views.aftermath import aftermath
 from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document
-from oomdoctor.views.growth import growth_rows
+from oomdoctor.views.prices import aftermath
 from oomdoctor.views.story import read, tell
-from oomdoctor.views.survey import survey
+from oomdoctor.views.survey import growth_rows, survey
 
 Kind = TypeVar("Kind")
 

@@ -13,8 +13,8 @@ from seen import Seen
 from oomdoctor.model.case import Case
 from oomdoctor.model.memory import Role
 from oomdoctor.views import html
-from oomdoctor.views.growth import growth_rows
 from oomdoctor.views.story import tell
+from oomdoctor.views.survey import growth_rows
 from oomdoctor.views.words import KINDS
 
 VIEWS: dict[str, Callable[[Case], str]] = {

@@ -23,9 +23,8 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import html, text, words
-from oomdoctor.views.displayed import Planned
+from oomdoctor.views.displayed import Planned, foresight
 from oomdoctor.views.document import Bar, Items, Line, Source, Timeline
-from oomdoctor.views.memplan import foresight
 
 GOLDEN = Path(__file__).parent / "golden_memplan"
 EVERY = pytest.mark.parametrize("name", MEMPLANS)

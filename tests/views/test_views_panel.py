@@ -16,7 +16,7 @@ from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import panel
-from oomdoctor.views.panel_parts import Live
+from oomdoctor.views.panel import Live
 from oomdoctor.views.story import Retry
 
 

@@ -15,12 +15,11 @@ from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import text
-from oomdoctor.views.aftermath import aftermath
-from oomdoctor.views.bar import device_bar, host_bar
+from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.document import Bar, Fixes, Line, Table, Timeline
-from oomdoctor.views.grouping import within
-from oomdoctor.views.holders import holders
-from oomdoctor.views.prices import fix_row, fix_rows, prices
+from oomdoctor.views.holders import holders, within
+from oomdoctor.views.host_card import host_bar
+from oomdoctor.views.prices import aftermath, fix_row, fix_rows, prices
 from oomdoctor.views.story import Retry, headline, missing, next_steps, tell
 from oomdoctor.views.survey import cards
 from oomdoctor.views.words import clean

@@ -18,12 +18,11 @@ from oomdoctor.model.growth import Mark, compare
 from oomdoctor.model.memory import Census, Holding, HostMemory, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views import html, text
-from oomdoctor.views.bar import host_bar, process_bar
 from oomdoctor.views.displayed import Report
 from oomdoctor.views.document import Document
-from oomdoctor.views.growth import growth_rows, since_cell
 from oomdoctor.views.holders import Holders, holders
-from oomdoctor.views.survey import absences, cards, focus, survey
+from oomdoctor.views.host_card import host_bar, process_bar
+from oomdoctor.views.survey import absences, cards, focus, growth_rows, since_cell, survey
 
 
 def _of(found: Evidence, **options: object) -> list[str]:

@@ -13,7 +13,7 @@ from oomdoctor.model.growth import Mark, Switch, compare
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.displayed import Report
-from oomdoctor.views.growth import growth_rows, since_cell
+from oomdoctor.views.survey import growth_rows, since_cell
 
 UNCOMPARED = "its tensors and those of the host are not compared"
 

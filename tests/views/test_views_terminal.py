@@ -9,8 +9,8 @@ import pytest
 from cases import healed, simulated
 
 from oomdoctor.views import bundle, notice_bundle, text
+from oomdoctor.views.mime import fitted, looks
 from oomdoctor.views.story import tell
-from oomdoctor.views.terminal import fitted, looks
 from oomdoctor.views.words import KINDS
 
 SHOWN = {"diagnosis": bundle, "notice": notice_bundle}
