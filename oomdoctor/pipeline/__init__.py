@@ -15,13 +15,15 @@ from oomdoctor.pipeline.failure import (
     last_case,
     observe,
     open_session,
+    plan,
+    planning,
+    recall,
     record,
     refused,
     simulated,
     unpriced,
 )
 from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
-from oomdoctor.pipeline.pricing import plan, planning, recall
 from oomdoctor.pipeline.telling import check_snapshot, explain, foresee, report, rulebook, snapshot
 
 __all__ = [

@@ -24,8 +24,7 @@ from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
-from oomdoctor.pipeline.failure import diagnose, observe, refused, uncounted
-from oomdoctor.pipeline.pricing import plan
+from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
 from oomdoctor.pipeline.telling import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
@@ -75,7 +74,7 @@ async def heal(
         by_itself=by_itself,
     )
     ahead = case.evidence.code.not_reached
-    failures = _Failures(session, transaction, checks, places, plan_s)
+    failures = _Failures(checks, places, plan_s)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -106,29 +105,25 @@ async def heal(
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
 
 
+@dataclass(eq=False)
 class _Failures:
     """What the failures of attempts show of the changed program: where memory ran out, and what it had come to.
 
-    Args:
-        places: see ``heal``, likewise ``time_budget_s``, which is ``plan_s`` there.
-
     Attributes:
+        checks: of the changes that are attempted.
+        places: see ``heal``, likewise ``plan_s``.
         came_further: whether an attempt may have made a call that the failed run had not come to.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        transaction: Transaction,
-        checks: Checks,
-        places: Callable[[], Mapping[str, int]] | None,
-        time_budget_s: float,
-    ) -> None:
-        self._session, self._transaction, self._checks, self._places = session, transaction, checks, places
+    checks: Checks
+    places: Callable[[], Mapping[str, int]] | None
+    plan_s: float
+    came_further: bool = False
+    _seen: tuple[BaseException, tuple[Case, Session] | None] | None = None
+
+    def __post_init__(self) -> None:
         # Of what was compiled before the attempts: functions that a change leaves as they are stand in other lines.
-        self._files = places() if places is not None else {}
-        self._time_budget_s, self.came_further = time_budget_s, False
-        self._seen: tuple[BaseException, tuple[Case, Session] | None] | None = None
+        self._files = self.places() if self.places is not None else {}
 
     def may_have_come_to_calls(self, choice: Choice, error: BaseException | None) -> bool:
         """Return whether an attempt may have made calls that cannot be taken back, for all that its failure shows."""
@@ -141,7 +136,7 @@ class _Failures:
 
         The program with the first change is diagnosed and planned as if the user had written it so.
         """
-        candidate = self._checks.candidates[choice.label]
+        candidate = self.checks.candidates[choice.label]
         is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
         if is_mildest and not _was_seen_to_fit(candidate):
             return None  # it was too mild, for all that is known: a stronger dose is next
@@ -157,17 +152,17 @@ class _Failures:
     def _diagnosed(self, choice: Choice, error: BaseException) -> tuple[Case, Session] | None:
         from oomdoctor.forecast.attempts import unchanged_lines
 
-        patch = self._checks.patches.get(choice.label, self._checks.candidates[choice.label].patch)
-        if self._places is None or isinstance(patch, Refused):
+        patch = self.checks.patches.get(choice.label, self.checks.candidates[choice.label].patch)
+        if self.places is None or isinstance(patch, Refused):
             return None
         texts = {one.cell: one.after for one in patch.edits}
-        changed = replace(self._session, cells=self._session.cells.changed(texts), base=patch)
+        changed = replace(self.checks.session, cells=self.checks.session.cells.changed(texts), base=patch)
         moved = {edit.cell: unchanged_lines(edit) for edit in patch.edits if edit.file is None}
         traceback, files = traceback_of(error), self._files
         try:
             lines = _with_lines(traceback, lambda name, at: moved.get(files.get(name, 0), {}).get(at, at))
             set_traceback(error, lines)
-            found, changed = observe(error, lambda _: changed, self._places())
+            found, changed = observe(error, lambda _: changed, self.places())
             return diagnose(found, rulebook()), changed
         except Exception as exc:
             if is_of_signal(exc):
@@ -179,8 +174,8 @@ class _Failures:
     def _planned(self, choice: Choice, candidate: Candidate, found: Case, changed: Session) -> list[Choice]:
         from oomdoctor.forecast.attempts import attempt_with
 
-        terms: dict[str, Any] = {"time_budget_s": self._time_budget_s, "reserve": 0, "is_hurried": True}
-        priced = plan(found, changed, self._transaction.restore, **terms)
+        terms: dict[str, Any] = {"time_budget_s": self.plan_s, "reserve": 0, "is_hurried": True}
+        priced = plan(found, changed, self.checks.transaction.restore, **terms)
         more: list[Choice] = []
         fits = [one for one in admitted(priced, "exact") if one.fix not in candidate.answers_to and not one.parts]
         for one in (dose for fit in fits[:_FOLLOWING] for dose in (fit, *_stronger(fit))[:_FOLLOWING]):
@@ -188,7 +183,7 @@ class _Failures:
             _, attempt = attempt_with(fixes.get(one.fix), one.dose, changed, found.evidence)
             if isinstance(attempt, Refused):
                 continue
-            self._checks.candidates[both.label] = both
+            self.checks.candidates[both.label] = both
             live = (*choice.attempt.live, *attempt.live)
             more.append(Choice(fix=both.fix, label=both.label, attempt=replace(attempt, live=live)))
         return more

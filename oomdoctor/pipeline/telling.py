@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from linecache import getlines
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,7 @@ from oomdoctor.model.memplan import MemPlan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import spelled
-from oomdoctor.pipeline.failure import open_session, simulated, uncounted
-from oomdoctor.pipeline.pricing import budget_of
+from oomdoctor.pipeline.failure import budget_of, open_session, simulated, uncounted
 
 if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
@@ -83,7 +83,9 @@ def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Map
     from oomdoctor.evidence.moment import collect
     from oomdoctor.views.displayed import Report
 
-    run = cells or Cells(history=(Cell(number=0, source=_source_of(namespace)),))
+    path = spelled(namespace).get("__file__")  # of the script or module whose globals these are
+    source = "".join(getlines(path)) if cells is None and type(path) is str else ""
+    run = cells or Cells(history=(Cell(number=0, source=source),))
     with uncounted():
         device, absent = _first_device()
         session = open_session(spelled(namespace), run, device)
@@ -99,14 +101,6 @@ def _first_device() -> tuple[Accelerator, tuple[tuple[str, Unavailable], ...]]:
     from oomdoctor.evidence import devices
 
     return simulated() or devices.in_use()[0], devices.absent()
-
-
-def _source_of(namespace: dict[str, Any]) -> str:
-    """Return the text of the script or module whose globals these are, nothing where it cannot be had."""
-    from linecache import getlines
-
-    path = spelled(namespace).get("__file__")
-    return "".join(getlines(path)) if type(path) is str else ""
 
 
 def check_snapshot() -> None:
