@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from oomdoctor.model.incident import CellLine
 
-_TRACEBACK: Final = 20_000
-"""Characters above a message in which its traceback is looked for."""
-_HEAD: Final = "Traceback (most recent call last)"
+TRACEBACK: Final = 20_000
+"""Characters above a message, or between its class and it, in which a traceback may stand."""
+HEAD: Final = "Traceback (most recent call last)"
 _SOURCE: Final = 500
 _PATH: Final = r"[^\s:\"<>()]{1,300}"
 _FRAME: Final = re.compile(
@@ -83,8 +83,8 @@ def _told(frame: _Frame) -> CellLine | None:
 
 def _frames(lines: str, at: int) -> list[_Frame]:
     """Return the frames of the last traceback above ``at``, the outermost first."""
-    low = max(0, at - _TRACEBACK)
-    head = lines.rfind(_HEAD, low, at)
+    low = max(0, at - TRACEBACK)
+    head = lines.rfind(HEAD, low, at)
     found = list(_FRAME.finditer(lines, low if head < 0 else head, at))
     ends = [one.start() for one in found[1:]]
     return [_frame(lines, one, end) for one, end in zip(found, [*ends, at], strict=False)]
@@ -126,12 +126,9 @@ def _source_above(lines: str, at: int) -> str:
         start = line_start_of(lines, end, _SOURCE)
         above = lines[start : max(start, end)].strip()
         if above and not _MARKS.fullmatch(above):
-            return above if _is_code(above) and not opens(lines, start) else ""
+            is_code = _STATEMENT.match(above) and _WORK.search(above) and not above.endswith((".", ";"))
+            return above if is_code and not opens(lines, start) else ""
     return ""
-
-
-def _is_code(line: str) -> bool:
-    return _STATEMENT.match(line) is not None and _WORK.search(line) is not None and not line.endswith((".", ";"))
 
 
 _NEAR: Final = 600

@@ -29,7 +29,7 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from oomdoctor.incident.clean import clean
-from oomdoctor.incident.scan import same, scan
+from oomdoctor.incident.scan import find, ranked, same
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.objects.frames import steps_of, traceback_of
 from oomdoctor.objects.kinds import module_of, qualname_of
@@ -158,7 +158,8 @@ def _text(exc: BaseException, most: int) -> str:
 
 
 def _understood(exc: BaseException, text: str) -> Incident:
-    found = scan(clean(text))
+    lines = clean(text)
+    found = ranked(find(lines), lines)
     if found and found[0].is_oom:
         return found[0]
     if is_short_of_memory(exc):

@@ -16,16 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from oomdoctor.incident.formats import AROUND, FORMATS, LINE, Format, hits, lowered_of, unspaced
-from oomdoctor.incident.frames import exception_class, line_end_of, line_start_of, place_of
+from oomdoctor.incident.frames import HEAD, TRACEBACK, exception_class, line_end_of, line_start_of, place_of
 from oomdoctor.model.incident import Family, Incident
 
 _MESSAGE: Final = 4_000
-_TRACEBACK: Final = 20_000
-"""Characters from a class to its message, where another process' traceback stands between the two."""
 _MOST: Final = 400
 """Failures that are told apart; of more, the first and the last half of this."""
 _BUCKET: Final = 9
-_HEAD: Final = "Traceback (most recent call last)"
 _HANDLES: Final = (Family.CUBLAS, Family.CUDNN)
 _FAULTS: Final = ("device_assert", "illegal_access", "misaligned", "device_fault")
 _PROCESS: Final = re.compile(r"Process\s\d{1,9}\shas\s(\d{1,9}(?:\.\d{0,6})?\s[KMGT]i?B)\smemory\sin\suse")
@@ -51,11 +48,6 @@ class Found:
     row: int
     incident: Incident
     vague: bool
-
-
-def scan(lines: str) -> tuple[Incident, ...]:
-    """Return the failures in ``lines``: those for want of memory first, each in the order of the text, none twice."""
-    return ranked(find(lines), lines)
 
 
 def find(lines: str, denials: list[tuple[int, int, int]] | None = None) -> list[Found]:
@@ -102,7 +94,7 @@ def without_doubtful(found: list[Found]) -> list[Found]:
 def _follows_a_fault(handle: Found, found: list[Found]) -> bool:
     """Whether a library could not set itself up because a kernel had failed before: then each call fails."""
     return handle.incident.family in _HANDLES and any(
-        one.incident.format in _FAULTS and one.low <= handle.low <= one.end + _TRACEBACK for one in found
+        one.incident.format in _FAULTS and one.low <= handle.low <= one.end + TRACEBACK for one in found
     )
 
 
@@ -112,15 +104,15 @@ def _said_better(vague: Found, found: list[Found]) -> bool:
         and not one.vague
         and (
             vague.start - AROUND <= one.start <= vague.end + AROUND
-            or (one.incident.family is vague.incident.family and vague.end <= one.start <= vague.end + _TRACEBACK)
+            or (one.incident.family is vague.incident.family and vague.end <= one.start <= vague.end + TRACEBACK)
         )
         for one in found
-    ) or (_HEAD in vague.incident.message and any(_ends(vague, one) for one in found))
+    ) or (HEAD in vague.incident.message and any(_ends(vague, one) for one in found))
 
 
 def _ends(head: Found, one: Found) -> bool:
     """Whether ``one`` is the message of the class that a notebook shows above the traceback."""
-    follows = head.end <= one.start <= head.end + _TRACEBACK
+    follows = head.end <= one.start <= head.end + TRACEBACK
     return follows and one.incident.is_oom and _bare(one.incident.exc_type) == _bare(head.incident.exc_type)
 
 
