@@ -16,16 +16,14 @@ import os
 import pickle
 import select
 import signal
-import struct
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, NoReturn
 
 from oomdoctor.sandbox import fork, walls
 
-_CHUNK: Final = 1 << 16
-_LENGTH: Final = struct.Struct("!I")
 _HEED_S: Final = 0.5
 """Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
 _LONGEST_REASON: Final = 300
@@ -48,16 +46,15 @@ class Copy:
     def __init__(self, work: Callable[[], Iterable[Any]], *, limit_s: float) -> None:
         self.over = self.finished = self.is_late = False
         self.failed: str | None = None
-        self._received = b""
         self._stop_listening: Callable[[], None] | None = None
         self._end = time.monotonic() + limit_s
         is_first = not fork.is_copy()
-        self._reader, writer = os.pipe()
+        self._reader, writer = Pipe(duplex=False)
         try:
-            pid = fork.forked(keep={writer}, prepare=walls.raise_limits if is_first else None)
+            pid = fork.forked(keep={writer.fileno()}, prepare=walls.raise_limits if is_first else None)
         except BaseException as error:
-            os.close(self._reader)
-            os.close(writer)
+            self._reader.close()
+            writer.close()
             if not isinstance(error, OSError):
                 raise
             # The system promises no copy of a process of this size.
@@ -65,8 +62,7 @@ class Copy:
             return
         if pid == 0:
             _run(work, writer, limit_s, is_first=is_first)
-        os.close(writer)
-        os.set_blocking(self._reader, False)
+        writer.close()
         if is_first:
             with contextlib.suppress(OSError):  # it has done so itself, or has ended
                 os.setpgid(pid, pid)
@@ -74,7 +70,7 @@ class Copy:
 
     def fileno(self) -> int:
         """Return the descriptor that can be read from when there is something to ``poll``."""
-        return self._reader
+        return self._reader.fileno()
 
     @property
     def left_s(self) -> float:
@@ -84,14 +80,12 @@ class Copy:
     def poll(self) -> list[Any]:
         """Return what has come since, without waiting."""
         has_ended, messages = False, []
-        while not self.over and not has_ended:
+        while not self.over and not has_ended and self._reader.poll():
             try:
-                chunk = os.read(self._reader, _CHUNK)
-            except BlockingIOError:
+                message = pickle.loads(self._reader.recv_bytes())
+            except (EOFError, OSError):  # also in the midst of a message
+                has_ended = True
                 break
-            has_ended = not chunk
-            self._received += chunk
-        for message in self._whole():
             if isinstance(message, _End):
                 self.finished, self.failed, has_ended = message.why is None, message.why, True
             else:
@@ -147,16 +141,6 @@ class Copy:
             self._stop_listening = None
         return self._bury()
 
-    def _whole(self) -> Iterator[Any]:
-        """Yield the messages that are here as a whole."""
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            if len(self._received) < _LENGTH.size + length:
-                return
-            body = self._received[_LENGTH.size : _LENGTH.size + length]
-            self._received = self._received[_LENGTH.size + length :]
-            yield pickle.loads(body)
-
 
 class _End:
     """Told last: that the work is done, or why it is not."""
@@ -198,7 +182,7 @@ def one_sentence(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
 
 
-def _run(work: Callable[[], Iterable[Any]], writer: int, limit_s: float, *, is_first: bool) -> NoReturn:
+def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, *, is_first: bool) -> NoReturn:
     """Do the work and tell what comes of it, in the copy, which ends here: no handler of the user's runs twice."""
     try:
         if is_first:
@@ -207,26 +191,19 @@ def _run(work: Callable[[], Iterable[Any]], writer: int, limit_s: float, *, is_f
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(limit_s) + 1)  # also where the origin is gone
         for message in work():
-            _tell(writer, message)
-        _tell(writer, _End(None))
+            writer.send_bytes(pickle.dumps(message))
+        writer.send_bytes(pickle.dumps(_End(None)))
     except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
-        _tell(writer, _End(f"the shadow process failed with {one_sentence(error)}"))
+        writer.send_bytes(pickle.dumps(_End(f"the shadow process failed with {one_sentence(error)}")))
     finally:
         os._exit(0)
 
 
-def _tell(writer: int, message: Any) -> None:
-    body = pickle.dumps(message)
-    data = _LENGTH.pack(len(body)) + body
-    while data:
-        data = data[os.write(writer, data) :]
-
-
-def _bury(reader: int, pid: int, owner: int, is_first: bool) -> int | None:
+def _bury(reader: Connection, pid: int, owner: int, is_first: bool) -> int | None:
     """End a copy with its own, and take its status, so that no zombie is left; it keeps the one it had ended with."""
     if os.getpid() != owner:
         return None  # a copy of the process that forked it
-    os.close(reader)
+    reader.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if is_first else os.kill)(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # someone ignores SIGCHLD: the system has buried it

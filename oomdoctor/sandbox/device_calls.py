@@ -22,16 +22,8 @@ _torch: Any = torch
 _raw_generator: Any = torch.Generator
 
 _SILENT: Final = (
-    *(
-        "_lazy_init",
-        "init",
-        "synchronize",
-        "empty_cache",
-        "ipc_collect",
-        "set_device",
-        "set_device_index",
-        "set_stream",
-    ),
+    *("_lazy_init", "init", "synchronize", "empty_cache", "ipc_collect"),
+    *("set_device", "set_device_index", "set_stream"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "empty_host_cache"),
     *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_record_memory_history", "_dump_snapshot"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
@@ -89,12 +81,10 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     found |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak)
     found |= dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total)
     found |= dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), _always(True))
-    found |= dict.fromkeys(("current_device", "current_device_index"), _always(card.index)) | {
-        "initial_seed": _always(0)
-    }
+    found |= dict.fromkeys(("current_device", "current_device_index"), _always(card.index))
     found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream"), _Idle)
     found |= dict.fromkeys(("device", "device_of", "device_index"), _Idle)
-    found |= dict.fromkeys(("range_push", "range_pop", "mark"), _always(0))
+    found |= dict.fromkeys(("range_push", "range_pop", "mark", "initial_seed"), _always(0))
     capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {
         "is_bf16_supported": _is_bf16_supported(card),

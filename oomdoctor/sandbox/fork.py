@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import random
 import signal
@@ -34,10 +35,6 @@ CANNOT_BE_READ: Final = "a pipe, socket or terminal cannot be read in a copy of 
 _MOST_COPIED: Final = 64 << 20
 """Bytes of shared memory that are copied where no file gives them again; writes to what is larger end the copy."""
 
-_PROT_READ: Final = 1
-_PROT_WRITE: Final = 2
-_MAP_PRIVATE: Final = 2
-_MAP_ANONYMOUS: Final = 0x20
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MREMAP_TO: Final = 1 | 2
@@ -165,19 +162,20 @@ def _own_shared_memory() -> None:
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     files, copied = _open_files(), 0
     for begin, end, _, offset, inode, place in shared:
-        size, rights = end - begin, _PROT_READ | _PROT_WRITE
+        size, rights = end - begin, mmap.PROT_READ | mmap.PROT_WRITE
         source = _opened(place, inode, files)
         if source is not None:
-            own = libc.mmap(None, size, rights, _MAP_PRIVATE | _MAP_NORESERVE, source, offset)
+            own = libc.mmap(None, size, rights, mmap.MAP_PRIVATE | _MAP_NORESERVE, source, offset)
             os.close(source)
         elif place.endswith("(deleted)") and copied + size <= _MOST_COPIED:
-            own, copied = libc.mmap(None, size, rights, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0), copied + size
+            copied += size
+            own = libc.mmap(None, size, rights, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
             if own != _MAP_FAILED and not _filled(own, begin, size):
                 own = _MAP_FAILED
         else:
             own = _MAP_FAILED
         if own == _MAP_FAILED or libc.mremap(own, size, size, _MREMAP_TO, begin) == _MAP_FAILED:
-            libc.mprotect(begin, size, _PROT_READ)
+            libc.mprotect(begin, size, mmap.PROT_READ)
 
 
 def _open_files() -> dict[tuple[str, int], Path]:

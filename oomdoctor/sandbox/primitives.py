@@ -57,11 +57,7 @@ def is_memory_refused() -> bool:
 
     What was kept back and has been given back since, the primitive did not have.
     """
-    try:
-        mmap.mmap(-1, _ROOM + reserve.released(), **_PRIVATE).close()
-    except OSError:
-        return True
-    return False
+    return not reserve.has_room(_ROOM + reserve.released())
 
 
 def assemblers_error() -> ctypes.c_int | None:
@@ -99,9 +95,3 @@ def _offset(path: str) -> int | None:
     except (OSError, ValueError, IndexError, struct.error):
         pass
     return None
-
-
-_PRIVATE: Final[dict[str, int]] = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-)
-"""Limits of a process count private mappings alone; Windows has no flags."""

@@ -104,14 +104,12 @@ def give_up() -> None:
 
 def has_room(size: int) -> bool:
     """Return whether ``size`` bytes of address space can be had now: what a thread needs to begin, for one."""
-    libc = _libc()
-    if libc is None:
-        return True
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if address == _FAILED:
+    # Limits of a process count private mappings alone; Windows has no flags.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        mmap.mmap(-1, size, **private).close()
+    except OSError:
         return False
-    libc.munmap(address, size)
     return True
 
 

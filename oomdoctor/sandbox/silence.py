@@ -29,7 +29,10 @@ def keep_to_itself(shell: Any) -> None:
     Args:
         shell: the IPython shell, None in a script.
     """
-    _leave_threads_alone()
+    # The pool of OpenMP did not survive the fork, and to wait for it would never end.
+    _torch.set_num_threads = _torch.set_num_interop_threads = _nothing
+    if (tqdm := sys.modules.get("tqdm.std")) is not None:  # which has a thread
+        tqdm.tqdm.monitor_interval = 0
     _write_nothing()
     _say_nothing(shell)
 
@@ -42,14 +45,6 @@ def orphan_workers() -> None:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """Do nothing."""
-
-
-def _leave_threads_alone() -> None:
-    """Refuse more threads: the pool of OpenMP did not survive the fork, and waiting for it would never end."""
-    _torch.set_num_threads = _torch.set_num_interop_threads = _nothing
-    tqdm = sys.modules.get("tqdm.std")
-    if tqdm is not None:
-        tqdm.tqdm.monitor_interval = 0
 
 
 _FILE_CALLS: Final = ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "symlink")
