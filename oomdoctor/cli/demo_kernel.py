@@ -24,6 +24,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.fix import Edit
 
 _CELL_TIMEOUT_S: Final = 600
 _SETTINGS: Final = {
@@ -33,15 +34,6 @@ _SETTINGS: Final = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _PROBE: Final = "__import__('oomdoctor.cli.demo_probe', fromlist=['read']).read(globals()).encode().hex()"
-
-
-@dataclass(frozen=True, slots=True)
-class Edited:
-    """What the fix in place changes in the cell of an execution count: its new source, and what a retry replays."""
-
-    cell: int
-    after: str
-    replay: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +51,7 @@ class Reading:
     case: dict[str, Any] | None = None
     diagnosis: str = ""
     notice: str = ""
-    edits: tuple[Edited, ...] = ()
+    edits: tuple[Edit, ...] = ()
     losses: tuple[float, ...] = ()
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -143,7 +135,7 @@ async def _read(client: NotebookClient) -> Reading:
     if told["status"] != "ok":
         raise OomDoctorError(f"the kernel's state could not be read: {told['ename']}: {told['evalue']}")
     values = json.loads(bytes.fromhex(told["data"]["text/plain"].strip("'")))
-    edits = tuple(Edited(*edit) for edit in values.pop("edits", ()))
+    edits = tuple(Edit(**edit) for edit in values.pop("edits", ()))
     return Reading(edits=edits, losses=tuple(values.pop("losses")), **values)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any, Final
 
 _SHOWN_FIXES: Final = 4
@@ -39,5 +40,5 @@ def _last_case() -> dict[str, Any]:
         "case": case.to_dict(),
         "diagnosis": text.render((*told, Fixes(fix_rows(case.plan)[:_SHOWN_FIXES])), width=_WIDTH),
         "notice": "" if case.outcome.kind is OutcomeKind.OFFERED else text.render((aftermath(case),), width=_WIDTH),
-        "edits": [(edit.cell, edit.after, edit.replay) for edit in getattr(patch, "edits", ())],
+        "edits": [asdict(edit) for edit in getattr(patch, "edits", ())],
     }

@@ -38,14 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what this machine has."""
+    import torch
+
+    from oomdoctor.evidence.host import read
+    from oomdoctor.model import jsonable
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = enumerate(map(torch.cuda.get_device_properties, range(count)))
     facts = {
         "oomdoctor": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
-        "devices": _devices(),
-        "host": _host(),
+        "devices": [{"name": f"cuda:{at}", "model": one.name, "total": one.total_memory} for at, one in properties],
+        "host": jsonable.plain(read()),
     }
     if args.json:
         print(json.dumps({"schema": 1, **facts}, indent=2))
@@ -59,25 +66,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _devices() -> list[dict[str, Any]]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        {"name": f"cuda:{index}", "model": one.name, "total": one.total_memory} for index, one in enumerate(properties)
-    ]
-
-
-def _host() -> dict[str, Any]:
-    from oomdoctor.evidence.host import read
-    from oomdoctor.model import jsonable
-
-    facts: dict[str, Any] = jsonable.plain(read())
-    return facts
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -34,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(actions, "list", "name all rules, those of installed packages and of your profile's settings included")
     _add(actions, "show", "print one rule with its reasons").add_argument("id", metavar="ID")
     _add(actions, "check", "check rule files, their examples included").add_argument(
-        "paths",
-        metavar="PATH",
-        type=Path,
-        nargs="*",
-        help="files or folders; the shipped rules by default",
+        "paths", metavar="PATH", type=Path, nargs="*", help="files or folders; the shipped rules by default"
     )
 
 

@@ -10,10 +10,16 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from oomdoctor.cli import demo, main
-from oomdoctor.cli.demo_kernel import CellEnd, Edited, Reading, run_notebook
+from oomdoctor.cli.demo_kernel import CellEnd, Reading, run_notebook
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.model.fix import Edit
 
-PATCHED = (Edited(4, "patched = True", "patched = True"),)
+
+def edit(cell, after, replay):
+    return Edit(cell=cell, before="", after=after, replay=replay)
+
+
+PATCHED = (edit(4, "patched = True", "patched = True"),)
 
 
 def a_case(kind="healed"):
@@ -127,8 +133,8 @@ class TestTheCheck:
         source = new_notebook(
             cells=[new_code_cell(f"{name} = 0", id=name) for name in ("data", "model", "train", "between", "more")]
         )
-        first = (Edited(2, "blocks = 2", "blocks[:] = 2"), Edited(3, "train = 1", "train = 1"))
-        second = tuple(Edited(at, f"all = {at}", f"redo = {at}") for at in (1, 2, 3, 4, 5))
+        first = (edit(2, "blocks = 2", "blocks[:] = 2"), edit(3, "train = 1", "train = 1"))
+        second = tuple(edit(at, f"all = {at}", f"redo = {at}") for at in (1, 2, 3, 4, 5))
         ends = [
             an_end("data", count=1),
             an_end("model", count=2),
