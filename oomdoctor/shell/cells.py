@@ -10,7 +10,7 @@ import linecache
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 from oomdoctor.model.session import Attempt, Cell, Cells
@@ -27,7 +27,7 @@ _OWN: Final = re.compile(r"\s*%(oomdoctor|memreport|(re|un)?load_ext|load_ext|co
 
 def cells_until(shell: Any, number: int, source: str) -> Cells:
     """Return the history up to the cell of this number, which is the one that failed; changed ones as they ran last."""
-    manager, changed = getattr(shell, "history_manager", None), changed_cells(shell)
+    manager, changed = getattr(shell, "history_manager", None), getattr(getattr(shell, ATTRIBUTE, None), "changed", {})
     raw = list(getattr(manager, "input_hist_raw", ()))
     run = ((at, text) for at, text in enumerate(raw) if text and at < number and planned(text) is None)
     newest = {text: at for at, text in enumerate(raw)}  # what was run again as it was is as it was
@@ -88,19 +88,10 @@ def run_lines(source: str) -> list[str]:
 
 def runs_apart(source: str) -> str | None:
     """Return the line of a cell that runs a script in a namespace of its own, None where there is none."""
-    for line in run_lines(source):
-        if not any(_SHARES.match(word) for word in line.split()):
-            return line
-    return None
+    return next((line for line in run_lines(source) if not any(map(_SHARES.match, line.split()))), None)
 
 
 _DEFINES: Final = re.compile(r"^\s*(async\s+def|def|class)\b", re.MULTILINE)
-
-
-def changed_cells(shell: Any) -> dict[int, str]:
-    """Return the text by the number of each cell that a retry has changed since it was run."""
-    extension = getattr(shell, ATTRIBUTE, None)
-    return getattr(extension, "changed", {})
 
 
 def texts_of(attempt: Attempt, failing: Cell) -> dict[int, str]:
@@ -138,11 +129,12 @@ def as_in_the_cell(failure: BaseException, cell: Cell, names: Mapping[str, int])
     files = {name for name, number in names.items() if number == cell.number}
     bodies = next((_COMPILED_AS[one] for one in magics if one in _COMPILED_AS), ())
     kept = [(link, list(steps_of(traceback_of(link)))) for link in chained(failure)]
+    body = "\n".join(cell.source.split("\n")[before:])
     of_bodies = [step.tb_frame.f_code for _, steps in kept for step in steps if _file(step) in bodies]
     if (
         not before
         or not all(one in _COMPILED_AS or one in _RUN_AS_A_CELL for one in magics)
-        or not all(code.co_name == "<module>" or _is_defined(code, cell.source, before) for code in of_bodies)
+        or not all(code.co_name == "<module>" or defines(body, code.co_name, code.co_firstlineno) for code in of_bodies)
     ):  # nothing to tell, or what the body's name stands for is not known: an earlier cell's has the same
         yield dict(names)
         return
@@ -190,8 +182,3 @@ def _moved(steps: list[TracebackType], before: int, bodies: tuple[str, ...], fil
         elif at >= first:
             moved = TracebackType(moved, step.tb_frame, step.tb_lasti, step.tb_lineno + before)
     return moved
-
-
-def _is_defined(code: CodeType, source: str, before: int) -> bool:
-    """Return whether a function is one that the body of the cell defines where ``code`` says."""
-    return defines("\n".join(source.split("\n")[before:]), code.co_name, code.co_firstlineno)

@@ -43,7 +43,6 @@ from oomdoctor.shell.borders import (
 from oomdoctor.shell.cells import cells_until, has_verb, is_own, planned
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.failing import CellRun
-from oomdoctor.shell.memplan import MemPlanner
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.retrying import OpenCase, Request, heal
 from oomdoctor.shell.stragglers import beside
@@ -85,6 +84,7 @@ class Extension:
 
     Attributes:
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
+        to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
     """
 
@@ -103,9 +103,8 @@ class Extension:
         self.changed: dict[int, str] = {}
         self._number = 0
         self.borders = Borders()
-        self.faults = self.borders.faults
         self.in_flight = 0
-        self.memreport, self.memplan = MemReport(shell), MemPlanner(shell)
+        self.memreport, self.to_run = MemReport(shell), ""
 
     # Coming and going -----------------------------------------------------------------------------------------
 
@@ -194,8 +193,8 @@ class Extension:
                 print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
-        source = self.memplan.take()
-        if source is not None and result.success:
+        source, self.to_run = self.to_run, ""
+        if source and result.success:
             return await self._run_cell_async(source, *args, **{**kwargs, **self._transformed(source)})
         return result
 
@@ -231,11 +230,6 @@ class Extension:
         if asked is not None:
             raw_cell, args, kwargs = asked, (), self._transformed(asked)
         return self._awaited.original(raw_cell, *args, **kwargs)
-
-    def is_awaited(self, cell: CellRun) -> bool:
-        """Return whether the loop awaits this cell."""
-        told = {name: cell.kwargs.get(name) for name in ("transformed_cell", "preprocessing_exc_tuple")}
-        return bool(self.shell.should_run_async(cell.source, **told))
 
     def _tend_filling(self, raw_cell: str) -> None:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""

@@ -47,63 +47,50 @@ _TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "js
 read_options = partial(Options.read, "%%memplan", _TAKES)
 
 
-class MemPlanner:
-    """The magic in one shell.
+def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_s: float) -> str | None:
+    """Plan what stands below the magic as ``words`` ask for; None where it has one sign.
 
-    Attributes:
-        to_run: the cell that is to be run when the magic's is done, None where none is.
+    Args:
+        number: of the magic's own cell.
+
+    Returns:
+        The cell, where it is to be run when the magic's is done.
+
+    Raises:
+        UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
     """
+    if HELP.intersection(words):
+        print(USAGE, end="")
+        return None
+    if cell is None:
+        why = "write %%memplan above the cell; `%memplan --help` tells more"
+        raise UsageError(f"%memplan has no cell below it: {why}")
+    options = read_options(words)
+    if not cell.strip():
+        raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
+    from IPython.core.inputtransformer2 import leading_indent
 
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self.to_run: str | None = None
+    from oomdoctor.objects.storages import unobserved
+    from oomdoctor.views.displayed import Planned
 
-    def take(self) -> str | None:
-        """Return the cell that is to be run, once."""
-        source, self.to_run = self.to_run, None
-        return source
-
-    def answer(self, words: list[str], cell: str | None, number: int, *, time_s: float) -> None:
-        """Plan what stands below the magic as ``words`` ask for; None where it has one sign.
-
-        Args:
-            number: of the magic's own cell.
-
-        Raises:
-            UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
-        """
-        if HELP.intersection(words):
-            print(USAGE, end="")
-            return
-        if cell is None:
-            why = "write %%memplan above the cell; `%memplan --help` tells more"
-            raise UsageError(f"%memplan has no cell below it: {why}")
-        options = read_options(words)
-        if not cell.strip():
-            raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
-        from IPython.core.inputtransformer2 import leading_indent
-
-        from oomdoctor.objects.storages import unobserved
-        from oomdoctor.views.displayed import Planned
-
-        cell = "".join(leading_indent(cell.splitlines(keepends=True)))  # as IPython does before it runs one
-        check_source(cell, "the cell below %%memplan")
-        shell, foresee = self._shell, partial(pipeline.foresee, device=options.device, memory=options.memory)
-        with unobserved():
-            cells = cells_until(shell, number, cell)
-            planned = Planned(foresee(shell.user_ns, cells, shell=shell, time_s=time_s))
-        if options.json is not None:
-            put(json.dumps(planned.to_dict(), indent=1), options.json)
-            print(f"{one_line(options.json)}: the plan as JSON")
-        elif options.prints_json:
-            print(json.dumps(planned.to_dict(), indent=1))
-        else:
-            display_in(shell, planned.to_text, planned)
-        if not options.run:
-            return
-        if (reason := _why_not(planned.forecast, planned.plan.here.verdict)) is not None:
-            raise UsageError(f"not run: {reason}")
-        self.to_run = cell
+    cell = "".join(leading_indent(cell.splitlines(keepends=True)))  # as IPython does before it runs one
+    check_source(cell, "the cell below %%memplan")
+    foresee = partial(pipeline.foresee, device=options.device, memory=options.memory)
+    with unobserved():
+        cells = cells_until(shell, number, cell)
+        planned = Planned(foresee(shell.user_ns, cells, shell=shell, time_s=time_s))
+    if options.json is not None:
+        put(json.dumps(planned.to_dict(), indent=1), options.json)
+        print(f"{one_line(options.json)}: the plan as JSON")
+    elif options.prints_json:
+        print(json.dumps(planned.to_dict(), indent=1))
+    else:
+        display_in(shell, planned.to_text, planned)
+    if not options.run:
+        return None
+    if (reason := _why_not(planned.forecast, planned.plan.here.verdict)) is not None:
+        raise UsageError(f"not run: {reason}")
+    return cell
 
 
 def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:

@@ -16,13 +16,13 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Attempt, Cell, Session
+from oomdoctor.model.session import Attempt, Session
 from oomdoctor.program.compiled import on_their_lines
 from oomdoctor.retry.release import release
 from oomdoctor.shell.borders import Run, left_alone
 from oomdoctor.shell.cells import as_cell, filenames, texts_of
 from oomdoctor.shell.showing import Shown
-from oomdoctor.shell.stragglers import Beside, beside, end_since, left_since, threads_at_work
+from oomdoctor.shell.stragglers import Beside, beside, clear_away, end_since, left_since, threads_at_work
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -69,13 +69,14 @@ class _Attempts:
     """Runs attempts of the open case in a shell.
 
     Attributes:
+        opened: whose cell is run again.
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
         anyway: whether another attempt may follow what cannot be taken back.
         last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
     """
 
     extension: Extension
-    failing: Cell
+    opened: OpenCase
     kwargs: dict[str, Any]
     waits: bool
     anyway: bool = False
@@ -84,9 +85,8 @@ class _Attempts:
 
     async def run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
-        run, before = Run(self.extension, is_retry=True), beside()
-        if self.extension.open is not None:
-            self.extension.open.attempts += 1
+        run, before, failing = Run(self.extension, is_retry=True), beside(), self.opened.session.cells.failing
+        self.opened.attempts += 1
         self.extension.warming.keep_back()
         run_source = functools.partial(self.extension.run_source, run)
         with left_alone():
@@ -96,18 +96,15 @@ class _Attempts:
                     answer = await run_source(text, {**self.kwargs, "silent": True})
                 if error := _error_of(answer):
                     return error
-            if attempt.replays and self.extension.open is not None:
-                self.extension.open.transaction.set_aside()
-            with as_cell(self.extension.shell, self.failing.number):
+            if attempt.replays:
+                self.opened.transaction.set_aside()
+            with as_cell(self.extension.shell, failing.number):
                 self.last = await run_source(attempt.source, self.kwargs)
-            self.changes = texts_of(attempt, self.failing)
+            self.changes = texts_of(attempt, failing)
         # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
         error = _error_of(self.last) or run.take_failure()
         if error is not None:
-            left = () if self.anyway else left_since(before)
-            why = await end_since(before, waits=self.waits) or "; ".join(left)
-            if why:
-                raise RuntimeError(why)
+            await clear_away(before, waits=self.waits, anyway=self.anyway)
         return error
 
 
@@ -122,9 +119,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     if opened is None:
         return False
     failing, own = opened.session.cells.failing, opened.failure
-    attempts = _Attempts(extension, failing, cell.kwargs, extension.is_awaited(cell), request.anyway)
-    retry = _heal(extension, opened, request, attempts)
-    ended = await extension.borders.retried(retry, opened.transaction.restore)
+    attempts = _Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway)
+    ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
     if ended is None:
         return False
     case, error = ended
@@ -153,9 +149,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     return True
 
 
-async def _heal(
-    extension: Extension, opened: OpenCase, request: Request, attempts: _Attempts
-) -> tuple[Case, BaseException | None]:
+async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> tuple[Case, BaseException | None]:
+    opened = attempts.opened
     meanwhile = (*threads_at_work(), *left_since(opened.beside))
     still = "; ".join(meanwhile) if not request.anyway else ""
     passable = bool(still) and extension.in_flight <= 1
@@ -179,7 +174,7 @@ async def _heal(
             anyway=request.anyway,
             failed=set() if request.anew else opened.failed,
             by_itself=request.by_itself,
-            places=lambda: filenames(extension.shell, attempts.failing.number),
+            places=lambda: filenames(extension.shell, opened.session.cells.failing.number),
             plan_s=extension.config.forecast_time_s,
         )
         extension.remedies.note(case, opened.session.cells.failing.source, request.chosen[0].label)

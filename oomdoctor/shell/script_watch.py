@@ -34,7 +34,8 @@ from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
-from oomdoctor.shell.stragglers import beside, end_since, left_since, tasks_at_work, threads_at_work
+from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.stragglers import beside, clear_away, end_since, left_since, tasks_at_work, threads_at_work
 
 RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
@@ -119,7 +120,7 @@ class Watch:
         self._made: tuple[str, ...] = ()
         if self._refused is None:
             with _binding, part.spelled():
-                self._transaction = Transaction(part.namespace, part.source, lambda: _config().room())
+                self._transaction = Transaction(part.namespace, part.source, _config().room)
 
     @property
     @contextmanager
@@ -208,7 +209,8 @@ class Watch:
         if not chosen:
             kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
             return pipeline.refused(case, pipeline.beyond_cure(case) or f"{kind} is likely to fit"), None
-        await end_since(self._beside, waits=False)
+        if (why := await end_since(self._beside, waits=self.part.is_async)) is not None:
+            return pipeline.refused(case, why), None
         before = {name: value for name, value in self.part.namespace.items() if _healer(value) is not None}
         case, error = await pipeline.heal(
             case,
@@ -244,7 +246,7 @@ class Watch:
                 failed = exc
             else:
                 continue
-            await end_since(before, waits=False)
+            await clear_away(before, waits=part.is_async)
             # A call may be made while another error is handled, which is no reason of what it raises now.
             for one in chained(failed):
                 if handled is not None and one.__context__ is handled:
@@ -338,8 +340,5 @@ def _make_ready() -> None:
         quietly(step)
 
 
-@functools.cache
-def _config() -> Any:
-    from oomdoctor.shell.config import OomDoctor
-
-    return OomDoctor()
+_config = functools.cache(OomDoctor)
+"""Returns the settings that a script leaves as they are."""

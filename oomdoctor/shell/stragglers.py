@@ -101,6 +101,20 @@ async def end_since(before: Beside, *, waits: bool) -> str | None:
     return None
 
 
+async def clear_away(before: Beside, *, waits: bool, anyway: bool = False) -> None:
+    """End what an attempt that failed has left behind. For the arguments see ``end_since``.
+
+    Args:
+        anyway: whether another attempt may follow what cannot be taken back.
+
+    Raises:
+        RuntimeError: something goes on, beside which no other attempt may be made.
+    """
+    why = await end_since(before, waits=waits) or ("" if anyway else "; ".join(left_since(before)))
+    if why:
+        raise RuntimeError(why)
+
+
 def left_since(before: Beside) -> Iterator[str]:
     """Yield a sentence for each process that was started since ``before``, and each pool that is at work.
 
@@ -167,11 +181,8 @@ def _is_users(code: CodeType | None) -> bool:
     return is_users_file(name) and not name.startswith(_OWN)
 
 
-_WITH_MANAGERS: Final = (
-    "concurrent.futures.process",
-    "joblib.externals.loky.process_executor",
-    "loky.process_executor",
-)
+_LOKY: Final = ("loky.process_executor", "joblib.externals.loky.process_executor")
+_WITH_MANAGERS: Final = ("concurrent.futures.process", *_LOKY)
 """Modules of executors of processes, whose managing threads know what is pending. joblib has its own copy of loky."""
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -50,7 +51,7 @@ def status(extension: Extension, _words: list[str]) -> None:
     print(f"copies of weights kept: {kept}")
     for remedy in extension.remedies:
         print(f"remembered, tried first when that cell fails so again: {remedy}")
-    for fault in extension.faults:
+    for fault in extension.borders.faults:
         print(f"fault: {fault}")
 
 
@@ -76,7 +77,8 @@ def fix(extension: Extension, words: list[str]) -> None:
             raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
         retrying.insert(extension, *_written(extension, named))
         return
-    if len(named) == 1 and named[0] in _RELEASES and not _waits_for(extension, named[0]):
+    waiting = [one.fix for one in _case().plan.candidates] if extension.open is not None else []
+    if len(named) == 1 and named[0] in _RELEASES and named[0] not in waiting:
         _release(extension, named[0])
         return
     case, candidate = _choose(extension, named)
@@ -159,11 +161,6 @@ def help_(_extension: Extension, _words: list[str]) -> None:
     for usage in (USAGE, planning.USAGE):
         what, _, how, *_ = usage.splitlines()
         print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
-
-
-def _waits_for(extension: Extension, fix_id: str) -> bool:
-    """Return whether a failed cell can be run again with this fix."""
-    return extension.open is not None and any(one.fix == fix_id for one in _case().plan.candidates)
 
 
 def _release(extension: Extension, fix_id: str) -> None:
@@ -279,7 +276,8 @@ def register(extension: Extension) -> None:
 
     def memplan(line: str, cell: str | None = None) -> None:
         number, time_s = extension.memreport.number, extension.config.forecast_time_s
-        _answered(lambda: extension.memplan.answer(_split(line), cell, number, time_s=time_s))
+        answer = partial(planning.answer, extension.shell, cell=cell, number=number, time_s=time_s)
+        extension.to_run = _answered(lambda: answer(_split(line))) or ""
 
     memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
     for magic, kind in ((oomdoctor, "line"), (memreport, "line"), (memplan, "line_cell")):
@@ -293,11 +291,12 @@ def unregister(extension: Extension) -> None:
             magics.pop(name, None)
 
 
-def _answered(do: Any) -> None:
+def _answered(do: Callable[[], Any]) -> Any:
     try:
-        do()
+        return do()
     except OomDoctorError as exc:
         print(f"oomdoctor: {exc}", file=sys.stderr)
+        return None
 
 
 def _split(line: str) -> list[str]:

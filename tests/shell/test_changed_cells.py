@@ -7,7 +7,7 @@ from typing import Final
 from state_shell import besides, known, run, said, started
 
 from oomdoctor.program.compiled import on_their_lines
-from oomdoctor.shell.cells import changed_cells
+from oomdoctor.shell import ATTRIBUTE
 
 MADE: Final = """import torch, torch.nn as nn, torch.nn.functional as F
 torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_a_second_failure_in_a_changed_function_is_told_and_healed_where_it_stan
         assert "+            loss = F.mse_loss(model(micro_xb), micro_yb)" in diffs[0]
         assert "-            loss = F.mse_loss(model(micro_xb), micro_yb)" in diffs[1]
         said(shell, "%oomdoctor undo")
-        changed = changed_cells(shell)[number]
+        changed = getattr(shell, ATTRIBUTE).changed[number]
         assert "micro_xb" in changed
         assert "checkpoint" not in changed
 
