@@ -141,8 +141,11 @@ def plan(
     Raises:
         UsageError: it is neither of the two, the source is not Python, or the size or the time is none.
     """
-    memory = _size(device_memory)
-    given: Any = time_s  # callers without a type checker give anything
+    given: Any = device_memory  # callers without a type checker give anything
+    if given is not None and type(given) is not int and not isinstance(given, str):
+        raise UsageError(f"device_memory takes a text such as '16GiB', or bytes, and was given {type(given).__name__}")
+    memory = None if given is None else parse_size(str(given))
+    given = time_s
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < inf:
         raise UsageError(f"time_s takes seconds, 0 or more, and was given {given!r:.80}")
     if namespace is not None and not isinstance(namespace, dict):
@@ -165,13 +168,6 @@ def plan(
     file = PurePath(str(found.get("__file__") or "the module")).name
     names = {0: file, 1: "the source" if isinstance(given, str) else _named(given)}
     return Planned(pipeline.foresee(found, cells, memory=memory, time_s=time_s), names)
-
-
-def _size(given: Any) -> int | None:
-    """Return the bytes of the device to plan for; a number that stands for another unit, as 16, is refused."""
-    if given is not None and type(given) is not int and not isinstance(given, str):
-        raise UsageError(f"device_memory takes a text such as '16GiB', or bytes, and was given {type(given).__name__}")
-    return None if given is None else parse_size(str(given))
 
 
 def _call(function: Callable[[], Any], namespace: dict[str, Any]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import builtins
 import importlib.util
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -653,6 +656,23 @@ def test_a_call_beside_a_pool_that_goes_on_with_its_work_is_left_as_it_failed(lo
     done.set()
     assert last().outcome.kind is OutcomeKind.REFUSED
     assert "goes on with what the cell gave it" in last().outcome.why
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_an_attempt_that_has_started_a_process_is_the_last(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    origin, rounds = os.getpid(), iter((False, True))
+    process = multiprocessing.Process(target=time.sleep, args=(60,), name="sleeper")
+
+    def begun() -> None:
+        if os.getpid() == origin and next(rounds):
+            process.start()
+            raise ValueError
+
+    part = PART.replace('calls.append("begun")', "builtins.begun()")
+    with mock.patch.object(builtins, "begun", begun, create=True), pytest.raises(out_of_memory()):
+        load(f"{SETUP}import builtins\n{part}")
+    process.kill()
+    assert "started the process `sleeper`, which goes on and cannot be taken back" in capsys.readouterr().err
 
 
 # Beside the others ----------------------------------------------------------------------------------------------------
