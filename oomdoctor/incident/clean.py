@@ -103,8 +103,7 @@ def clean_lines(text: str) -> list[str]:
     Of a long text, lines that repeat one shape are left out (see ``thin``).
     """
     text = log_text(thin(notebook_output(ends(text, LIMIT))))
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+    text = _ANSI.sub("", text)
     if "m" in text and "[" in text:
         text = _WRITTEN_ANSI.sub("", text)
     if "\\u" in text:
@@ -118,8 +117,7 @@ def clean_lines(text: str) -> list[str]:
         text = text.translate(_CHARACTERS)
     if "\\n" in text:
         text = _WRITTEN_LINE_END.sub("\n", text)
-    if "\\'" in text or '\\"' in text:
-        text = text.replace("\\'", "'").replace('\\"', '"')
+    text = text.replace("\\'", "'").replace('\\"', '"')
     lines = [_line(line) for line in text.split("\n")]
     if 2 * sum(line[:1] == " " for line in lines) > len(lines):  # an indentation, and not what a wrap left
         lines = [line[line[:1] == " " :] for line in lines]

@@ -239,7 +239,6 @@ def _innermost(exc: BaseException) -> str | None:
     return None
 
 
-_MOST: Final = 20_000
 _ERRORS: Final = 100
 """Errors of a composite that are read; a cluster has one for each engine."""
 _CARRIERS: Final = frozenset(
@@ -269,12 +268,12 @@ def _carried_texts(exc: BaseException) -> list[str]:
             texts += _error(member[0], member[1], member[2] if len(member) > 2 else None)
     written = _own(exc, "traceback_str")
     if type(written) is str:
-        texts.append(written[-_MOST:])
+        texts.append(written[-_TEXT:])
     return texts
 
 
 def _error(name: Any, value: Any, traceback: Any) -> list[str]:
     if type(name) is not str or type(value) is not str:
         return []
-    above = [traceback[-_MOST:]] if type(traceback) is str else []
-    return [*above, f"{name}: {value}"[:_MOST]]
+    above = [traceback[-_TEXT:]] if type(traceback) is str else []
+    return [*above, f"{name}: {value}"[:_TEXT]]

@@ -301,20 +301,15 @@ def holders(
     ranked = sorted(found, key=lambda holding: -holding.bytes)
     worth = sum(holding.bytes >= census.found * _WORTH_A_ROW for holding in ranked)
     shown = ranked[: top if top > TOP else min(top, max(worth, _AT_LEAST))]
-    rest = census.found - sum(holding.bytes for holding in shown)
+    rest, left_out = census.found - sum(holding.bytes for holding in shown), len(ranked) - len(shown)
+    smaller = words.count(left_out, "smaller holder") if left_out else "smaller holders"
     rows = [*((holding.bytes, _row(holding, census.found, models)) for holding in shown), *others]
     return Holders(
         rows=tuple(row for _, row in sorted(rows, key=lambda sized: -sized[0])),
-        more=_more(len(ranked) - len(shown), rest),
+        more=f"and {smaller}, {format_size(rest)} in all" if left_out or rest >= MIB else None,
         accounted=_accounted(census),
         notes=tuple(words.clean(note, 600) for note in census.notes),
     )
-
-
-def _more(count: int, rest: int) -> str | None:
-    if not count and rest < MIB:
-        return None
-    return f"and {words.count(count, 'smaller holder') if count else 'smaller holders'}, {format_size(rest)} in all"
 
 
 def _accounted(census: Census) -> str | None:
