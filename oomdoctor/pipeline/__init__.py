@@ -7,47 +7,26 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 
 from __future__ import annotations
 
-from oomdoctor.pipeline.failure import (
-    accelerator_of,
-    by_message,
-    cases,
-    diagnose,
-    last_case,
-    observe,
-    open_session,
-    plan,
-    planning,
-    recall,
-    record,
-    refused,
-    simulated,
-    unpriced,
-)
-from oomdoctor.pipeline.healing import admitted, beyond_cure, heal
-from oomdoctor.pipeline.telling import check_snapshot, explain, foresee, report, rulebook, snapshot
-
-__all__ = [
-    "accelerator_of",
-    "admitted",
-    "beyond_cure",
-    "by_message",
-    "cases",
-    "check_snapshot",
-    "diagnose",
-    "explain",
-    "foresee",
-    "heal",
-    "last_case",
-    "observe",
-    "open_session",
-    "plan",
-    "planning",
-    "recall",
-    "record",
-    "refused",
-    "report",
-    "rulebook",
-    "simulated",
-    "snapshot",
-    "unpriced",
-]
+from oomdoctor.pipeline.failure import accelerator_of as accelerator_of
+from oomdoctor.pipeline.failure import by_message as by_message
+from oomdoctor.pipeline.failure import cases as cases
+from oomdoctor.pipeline.failure import diagnose as diagnose
+from oomdoctor.pipeline.failure import last_case as last_case
+from oomdoctor.pipeline.failure import observe as observe
+from oomdoctor.pipeline.failure import open_session as open_session
+from oomdoctor.pipeline.failure import plan as plan
+from oomdoctor.pipeline.failure import planning as planning
+from oomdoctor.pipeline.failure import recall as recall
+from oomdoctor.pipeline.failure import record as record
+from oomdoctor.pipeline.failure import refused as refused
+from oomdoctor.pipeline.failure import simulated as simulated
+from oomdoctor.pipeline.failure import unpriced as unpriced
+from oomdoctor.pipeline.healing import admitted as admitted
+from oomdoctor.pipeline.healing import beyond_cure as beyond_cure
+from oomdoctor.pipeline.healing import heal as heal
+from oomdoctor.pipeline.telling import check_snapshot as check_snapshot
+from oomdoctor.pipeline.telling import explain as explain
+from oomdoctor.pipeline.telling import foresee as foresee
+from oomdoctor.pipeline.telling import report as report
+from oomdoctor.pipeline.telling import rulebook as rulebook
+from oomdoctor.pipeline.telling import snapshot as snapshot

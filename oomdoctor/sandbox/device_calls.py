@@ -82,22 +82,19 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     found |= dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total)
     found |= dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), _always(True))
     found |= dict.fromkeys(("current_device", "current_device_index"), _always(card.index))
-    found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream"), _Idle)
-    found |= dict.fromkeys(("device", "device_of", "device_index"), _Idle)
+    found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream", "Event"), _Idle)
+    found |= dict.fromkeys(("device", "device_of", "device_index", "range"), _Idle)
+    found |= dict.fromkeys(("_is_in_bad_fork", "can_device_access_peer"), _always(False))
     found |= dict.fromkeys(("range_push", "range_pop", "mark", "initial_seed"), _always(0))
     capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {
         "is_bf16_supported": _is_bf16_supported(card),
         "_in_bad_fork": False,
-        "_is_in_bad_fork": _always(False),
         "device_count": _always(1),
         "current_accelerator": _always(torch.device(card.type)),
-        "Event": _Idle,
-        "range": _Idle,
         "get_device_name": _always(card.name),
         "get_device_capability": capability,
         "get_device_properties": _always(_properties(card)),
-        "can_device_access_peer": _always(False),
         "get_arch_list": _always([f"sm_{card.capability[0]}{card.capability[1]}"] if card.type == "cuda" else []),
         "memory_stats": lambda *_args: {"allocated_bytes.all.current": live(), "allocated_bytes.all.peak": peak()},
         "memory_summary": _always(""),
