@@ -12,7 +12,8 @@ first named by its number. Everything else is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Final
 
 import libcst as cst
@@ -40,7 +41,10 @@ _CAVEAT: Final = (
 _NUMBERED: Final = re.compile(r"cuda:[1-9]|\bcuda\(\s*\d|\.to\(\s*\d|\bset_device\b|CUDA_VISIBLE_DEVICES|f[\"']cuda:")
 _STARTS: Final = re.compile(r"\binit_process_group\b|\bDistributedDataParallel\b|\bnotebook_launcher\b|\bAccelerator\(")
 _MOVE: Final = m.Call(func=m.Attribute(attr=m.Name("to") | m.Name("cuda")))
-_ALL: Final = re.compile(r"(list\()?range\(torch\.cuda\.device_count\(\)\)\)?")
+_DEVICES: Final = re.compile(
+    r"((device_ids\s*=\s*)?(None|(list\()?range\(torch\.cuda\.device_count\(\)\)\)?|[\[(](?P<numbers>[\d, ]+)[\])]))?"
+)
+"""How the devices are named: not at all, or from the first on."""
 _OTHERWISE: Final = ("sampler", "batch_sampler")
 """What says already which samples come."""
 
@@ -84,23 +88,31 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     found = _class_calls.find(cells, "DataParallel")
     if len(found) != 1 or found[0].target is None:
         raise Unfit("no cell wraps one model in DataParallel, under a name")
-    loops = tuple(loop for loop in evidence.code.loops if loop.in_failing_run)
-    wanted = {dict(loop.stands_for).get(loop.loader, loop.loader) for loop in loops}
-    loaders = {one.target: one for one in _class_calls.find(cells, "DataLoader") if one.target in wanted}
-    if not wanted or (missing := sorted(wanted - loaders.keys())):
-        names = ", ".join(missing) if wanted else ""
+    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
+    wanted = {loop: dict(loop.stands_for).get(loop.loader, loop.loader) for loop in loops}
+    loaders = {one.target: one for one in _class_calls.find(cells, "DataLoader")}
+    missing = set(wanted.values()) - loaders.keys()
+    if missing or not loops:
+        names = ", ".join(sorted(missing))
         raise Unfit(f"`{names}` is no DataLoader of the cells, whose batches could be shared out")
     program = _Program(cells)
     processes = program.wrap(found[0])
-    for one in loaders.values():
-        program.share_out(one)
+    for path in dict.fromkeys(wanted.values()):
+        program.share_out(loaders[path])
     program.name_no_device()
-    for loop in loops:
-        path = dict(loop.stands_for).get(loop.loader, loop.loader)
-        if (_given(loaders[path].node, "shuffle") or "False") != "False":
+    for loop, path in wanted.items():
+        if _shuffle(loaders[path]) != "False":
             program.tell_epoch(loop)
-    program.start(processes)
-    return program.patch()
+    return program.started(processes)
+
+
+_PLACES: Final = ("dataset", "batch_size")
+"""What stands first without its keyword. Source: ``DataLoader.__init__``."""
+
+
+def _shuffle(loader: _class_calls.Call) -> str:
+    given = _class_calls.keyword(loader.node, "shuffle")
+    return "False" if given is None else _class_calls.code_of(given)
 
 
 class _Program:
@@ -109,27 +121,12 @@ class _Program:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._dist = rewriting.fresh_name("dist", cells)
-        self._nodes: dict[int, dict[cst.CSTNode, New]] = {}
-        self._tops: dict[int, list[str]] = {}
-
-    def patch(self) -> Patch | Refused:
-        """Return all changes as one patch."""
-        edits = []
-        for cell in (self._cells.get(number) for number in sorted({*self._nodes, *self._tops})):
-            parsed = need(rewriting.read(cell.source))
-            module = exchange(parsed.module, self._nodes.get(cell.number, {}))
-            module = import_lines.insert_at_top(parsed, module, self._tops.get(cell.number, []))
-            edits.append(_class_calls.advised(cell, parsed, module))
-        return rewriting.join(self._cells, edits)
-
-    def _exchange(self, cell: Cell, old: cst.CSTNode, new: New) -> None:
-        self._nodes.setdefault(cell.number, {})[old] = new
+        self._nodes = defaultdict[int, dict[cst.CSTNode, New]](dict)
+        self._imports = defaultdict[int, dict[str, None]](dict)
 
     def _import(self, cell: Cell, module: str, attribute: str) -> str:
         name = import_lines.name_for(module, attribute, self._cells, f"torch_{attribute}")
-        top = self._tops.setdefault(cell.number, [])
-        text = import_lines.source_of(module, attribute, name)
-        top += [] if text in top else [text]
+        self._imports[cell.number][import_lines.source_of(module, attribute, name)] = None
         return name
 
     def wrap(self, one: _class_calls.Call) -> str:
@@ -137,12 +134,15 @@ class _Program:
         given, *others = one.node.args
         if given.star or (given.keyword and given.keyword.value != "module"):
             raise Unfit(f"{one.where} gives the model in a way that is not followed")
-        processes = need(_processes(others), f"{one.where} names the devices in a way that is not followed")
+        devices = _DEVICES.fullmatch("".join(map(_class_calls.code_of, others)))
+        numbers = re.findall(r"\d+", (devices and devices["numbers"]) or "")
+        if devices is None or numbers != [str(number) for number in range(len(numbers))]:
+            raise Unfit(f"{one.where} names the devices in a way that is not followed")
         wrapper = self._import(one.cell, "torch.nn.parallel", ddp_memory.DDP)
         model = _class_calls.code_of(given.value)
         there = "" if m.matches(given.value, _MOVE) else self._move(one, model)
-        self._exchange(one.cell, one.node, cst.parse_expression(f"{wrapper}({model}{there})"))
-        return processes
+        self._nodes[one.cell.number][one.node] = cst.parse_expression(f"{wrapper}({model}{there})")
+        return str(len(numbers) or "gpu")
 
     def _move(self, one: _class_calls.Call, model: str) -> str:
         """Return the move to the device of the process that the model lacks where it is wrapped."""
@@ -156,80 +156,60 @@ class _Program:
 
     def share_out(self, one: _class_calls.Call) -> None:
         """Have each process take its part of the batches of a loader."""
-        call = one.node
-        names = [arg.keyword.value if arg.keyword is not None else "" for arg in call.args]
-        if any(arg.star for arg in call.args) or names.count("") > 2:
+        args = one.node.args
+        unnamed = [arg for arg in args if arg.keyword is None]
+        given = dict(zip(_PLACES, unnamed, strict=False)) | {arg.keyword.value: arg for arg in args if arg.keyword}
+        if any(arg.star for arg in args) or len(unnamed) > len(_PLACES):
             raise Unfit(f"{one.where} gives the loader's settings in a way that is not followed")
-        if (taken := next((name for name in _OTHERWISE if name in names), None)) is not None:
+        if (taken := next((name for name in _OTHERWISE if name in given), None)) is not None:
             raise Unfit(f"{one.where} gives the loader a `{taken}`, which would have to know of the processes")
-        places = {name or ("dataset", "batch_size")[at]: at for at, name in enumerate(names)}
-        if "dataset" not in places or "batch_size" not in places:
+        if not given.keys() >= {*_PLACES}:
             raise Unfit(f"{one.where} makes batches of one sample, which cannot be shared out")
-        data, size = (call.args[places[name]].value for name in ("dataset", "batch_size"))
+        data, size = (given[name].value for name in _PLACES)
         if not isinstance(data, cst.Name | cst.Attribute):
             raise Unfit(f"{one.where} makes the data set within the call: give it a name first")
-        text = _class_calls.code_of(size)
+        text, told, nodes = _class_calls.code_of(size), _shuffle(one), self._nodes[one.cell.number]
         if not isinstance(size, cst.Name | cst.Attribute | cst.Integer):
             raise Unfit(f"`{text}` of {one.where} is no plain number of samples")
-        told = _given(call, "shuffle")
-        how = "" if told == "True" else f", shuffle={told or False}"
         sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
-        made = f"{sampler}({_class_calls.code_of(data)}{how})"
-        args = list(call.args)
-        part = cst.parse_expression(f"{text} // {self._dist}.get_world_size()")
-        args[places["batch_size"]] = args[places["batch_size"]].with_changes(value=part)
-        if told is not None:
-            new = args[places["shuffle"]].with_changes(keyword=cst.Name("sampler"), value=cst.parse_expression(made))
-            args[places["shuffle"]] = new
-        call = call.with_changes(args=args)
-        self._exchange(one.cell, one.node, call if told is not None else with_keyword(call, "sampler", made))
+        made = f"{sampler}({_class_calls.code_of(data)}{'' if told == 'True' else f', shuffle={told}'})"
+        nodes[size] = cst.parse_expression(f"{text} // {self._dist}.get_world_size()")
+        if (shuffle := given.get("shuffle")) is not None:
+            nodes[shuffle] = shuffle.with_changes(keyword=cst.Name("sampler"), value=cst.parse_expression(made))
+        else:
+            nodes[one.node] = lambda call: with_keyword(cst.ensure_type(call, cst.Call), "sampler", made)
 
     def name_no_device(self) -> None:
         """Have `cuda:0` mean the device of this process."""
         for cell in (one for one in self._cells.history if "cuda:0" in one.source):
             for node in within(need(rewriting.read(cell.source)).module, cst.SimpleString):
                 if node.evaluated_value == "cuda:0":
-                    self._exchange(cell, node, node.with_changes(value=node.value.replace("cuda:0", "cuda")))
+                    self._nodes[cell.number][node] = node.with_changes(value=node.value.replace("cuda:0", "cuda"))
 
     def tell_epoch(self, loop: TrainingLoop) -> None:
         """Tell a shuffling loader each time that another epoch begins, as its order is drawn from that."""
-        cell = self._cells.get(loop.cell)
-        parsed = need(rewriting.read(cell.source))
+        parsed = need(rewriting.read(self._cells.get(loop.cell).source))
         old = need(rewriting.loop_at(parsed, loop.line), f"{loop.where} is not a loop that can be rewritten")
         line = f"{loop.loader}.sampler.set_epoch({loop.loader}.sampler.epoch + 1)\n"
         (told,) = rewriting.statements(line, parsed)
-        self._exchange(
-            cell, old, [told.with_changes(leading_lines=old.leading_lines), old.with_changes(leading_lines=())]
-        )
+        told = told.with_changes(leading_lines=old.leading_lines)
+        self._nodes[loop.cell][old] = [told, old.with_changes(leading_lines=())]
 
-    def start(self, processes: str) -> None:
-        """Enter the process group before anything is put on a device."""
+    def started(self, processes: str) -> Patch | Refused:
+        """Return all changes, with the process group entered before anything is put on a device."""
         first = next((cell for cell in self._cells.history if ("torch", "torch") in imports_in(cell.source)), None)
-        why = "no cell imports torch by its name: the processes have to find each other after that"
-        number = need(first, why).number
+        first = need(first, "no cell imports torch by its name: the processes have to find each other after that")
         group = f"{self._dist}.init_process_group()  # started by: torchrun --nproc-per-node={processes} program.py"
-        top = ["import os", f"import torch.distributed as {self._dist}", *self._tops.get(number, [])]
-        self._tops[number] = [*top, f"\n{group}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))']
-
-
-def _processes(others: Sequence[cst.Arg]) -> str | None:
-    """Return how many processes to start, as torchrun takes it, None where that is not known."""
-    if not others:
-        return "gpu"
-    if len(others) > 1 or (others[0].keyword is not None and others[0].keyword.value != "device_ids"):
-        return None
-    text = _class_calls.code_of(others[0].value)
-    if _ALL.fullmatch(text) or text == "None":
-        return "gpu"
-    numbers = re.findall(r"\d+", text)
-    is_first = re.fullmatch(r"[\[(][\d, ]+[\])]", text) and numbers == [str(n) for n in range(len(numbers))]
-    return str(len(numbers)) if is_first else None
-
-
-def _given(call: cst.Call, name: str) -> str | None:
-    """Return the text of what is passed by a keyword."""
-    given = _class_calls.keyword(call, name)
-    return None if given is None else _class_calls.code_of(given)
+        tops = {number: list(texts) for number, texts in self._imports.items()}
+        imports = ["import os", f"import torch.distributed as {self._dist}", *tops.get(first.number, [])]
+        tops[first.number] = [*imports, f"\n{group}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))']
+        edits = []
+        for cell in (self._cells.get(number) for number in sorted({*self._nodes, *tops})):
+            parsed = need(rewriting.read(cell.source))
+            module = exchange(parsed.module, self._nodes[cell.number])
+            module = import_lines.insert_at_top(parsed, module, tops.get(cell.number, []))
+            edits.append(_class_calls.advised(cell, parsed, module))
+        return rewriting.join(self._cells, edits)
 
 
 FIX: Final = Fix(
