@@ -7,7 +7,6 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import isqrt
 from types import FunctionType
@@ -54,13 +53,6 @@ _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 def models(modules: Iterable[tuple[str, Any]]) -> tuple[ModelFacts, ...]:
     """Return the facts of each root module that is not a loss."""
     return tuple(_model(path, module) for path, module in modules if not _is_loss(module))
-
-
-def local(found: Iterable[tuple[str, Any, tuple[int, int]]]) -> Iterator[ModelFacts]:
-    """Yield the facts of each module that is not a loss, with where the function begins that holds it."""
-    for path, module, scope in found:
-        if not _is_loss(module):
-            yield replace(_model(path, module), scope=scope)
 
 
 def classes(modules: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
@@ -135,7 +127,11 @@ def _model(path: str, root: Any) -> ModelFacts:
         segments=tuple(_segments("", root, blocks, set())),
         switches=tuple(_switches(tree)),
         batch_norm=tuple(module.path for module in active if _couples(module)),
-        dropout=tuple(module.path for module in active if _drops(module)),
+        dropout=tuple(
+            module.path
+            for module in active
+            if _DROPOUTS & module.names and max(module.number("p"), module.number("dropout")) > 0
+        ),
         sequence_first=tuple(
             module.path for module in tree if _BATCH_FIRST & module.names and not module.flag("batch_first", False)
         ),
@@ -269,10 +265,6 @@ def _couples(module: _Module) -> bool:
     if "_InstanceNorm" in module.names:
         return module.flag("track_running_stats", False)
     return bool(_BATCH_NORMS & module.names)
-
-
-def _drops(module: _Module) -> bool:
-    return bool(_DROPOUTS & module.names) and max(module.number("p"), module.number("dropout")) > 0
 
 
 def _is_hooked(module: _Module) -> bool:

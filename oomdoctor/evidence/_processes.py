@@ -37,7 +37,6 @@ _UNTOLD: Final = Unavailable("the system tells nothing of its processes")
 _UNREADABLE: Final = (psutil.Error, OSError, ValueError, LookupError, RuntimeError)
 """What psutil raises where ``/proc`` is missing, or a file there has another form than it knows."""
 
-
 _LONGEST: Final = 60
 _WORKER_THREAD: Final = "pt_data_worker"
 """Source: ``torch.utils.data._utils.worker._worker_loop``."""
@@ -57,26 +56,20 @@ class Processes(NamedTuple):
     children: tuple[HostProcess, ...] | Unavailable = LEFT_OUT
 
 
-def resident_only() -> Processes:
-    """Return the resident set of this process alone."""
-    try:
-        rss = _resident(psutil.Process())
-    except _UNREADABLE:
-        rss = _UNTOLD
-    return Processes(rss)
-
-
-def read(*, most_walked: int = _MOST_WALKED) -> Processes:
+def read(*, in_full: bool = True, most_walked: int = _MOST_WALKED) -> Processes:
     """Return the memory of this process and of those that it or its children started.
 
     Args:
+        in_full: read more than the resident set of this process.
         most_walked: resident bytes, summed over processes, that USS and PSS may be read of.
     """
     try:
         own = psutil.Process()
         rss = _resident(own)
     except _UNREADABLE:
-        return Processes(_UNTOLD, _UNTOLD, _UNTOLD, _UNTOLD)
+        return Processes(_UNTOLD, _UNTOLD, _UNTOLD, _UNTOLD) if in_full else Processes(_UNTOLD)
+    if not in_full:
+        return Processes(rss)
     left = most_walked - (rss if isinstance(rss, int) else 0)
     try:
         uss, pss = _alone_and_shared(own, rss, most_walked)
@@ -121,11 +114,7 @@ def _resident(process: psutil.Process) -> Measured:
 
 
 def _alone_and_shared(process: psutil.Process, rss: Measured, left: int) -> tuple[Measured, Measured]:
-    """Return USS and PSS of a process.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
+    """Return USS and PSS of a process."""
     if isinstance(rss, Unavailable):
         return rss, rss
     if rss > left:
@@ -147,7 +136,10 @@ def names() -> dict[int, str]:
     """Return the names of the processes that ``multiprocessing`` started here, by pid."""
     # ``active_children`` would reap those that have ended.
     started = list(getattr(sys.modules.get("multiprocessing.process"), "_children", ()))
-    known = {pid: f"{_name_of(one)} (multiprocessing)" for one in started if (pid := _pid_of(one)) is not None}
+    called = ((_pid_of(one), held(one, "_name")) for one in started)
+    known = {
+        pid: f"{name if type(name) is str else 'process'} (multiprocessing)" for pid, name in called if pid is not None
+    }
     module = sys.modules.get("torch.utils.data.dataloader")
     for iterator in alive(module._MultiProcessingDataLoaderIter) if known and module is not None else ():
         state = plain_dict(iterator) or {}
@@ -163,11 +155,6 @@ def _pid_of(process: Any) -> Any:
     return pid if type(pid) is int else None
 
 
-def _name_of(process: Any) -> str:
-    name = held(process, "_name")
-    return name if type(name) is str else "process"
-
-
 def _loader_name(iterator: dict[str, Any]) -> str | None:
     """Return the name in the main module of the loader with the same dataset and as many workers."""
     for name, value in list((plain_dict(sys.modules.get("__main__")) or {}).items()):
@@ -179,11 +166,7 @@ def _loader_name(iterator: dict[str, Any]) -> str | None:
 
 
 def _label(process: psutil.Process, known: dict[int, str], own_command: list[str]) -> str:
-    """Return what ``process`` is called.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
+    """Return what ``process`` is called."""
     if process.pid in known:
         return known[process.pid]
     name, words = process.name(), _command(process)
@@ -198,11 +181,7 @@ def _label(process: psutil.Process, known: dict[int, str], own_command: list[str
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Return the command line of ``process``, empty where it may not be read or the process has only to be reaped.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
+    """Return the command line of ``process``, empty where it may not be read or the process has only to be reaped."""
     try:
         return process.cmdline()
     except (psutil.AccessDenied, psutil.ZombieProcess):

@@ -51,12 +51,7 @@ _Objects = Sequence[tuple[str, Any]]
 def told(
     program: Program, under: Ground, modules: _Objects, loaders: _Objects, loaded: Container[str], line: int | None
 ) -> dict[str, Any]:
-    """Return the fields of ``CodeFacts`` that are told by calls.
-
-    Args:
-        loaded: names of the modules that this process has imported.
-        line: line of the failing cell that was running.
-    """
+    """Return the fields of ``CodeFacts`` that are told by calls."""
     basis = tuple(calls(under.basis))
     firsts = {fact: _first(basis, holds) for fact, holds in _CALLS.items()}
     compiled = (one.place for one in decorators(under.basis) if one.name == "torch.compile")
@@ -152,17 +147,12 @@ def _sequence_varies(program: Program, basis: Sequence[Call], loaders: _Objects)
     names = {one.__code__.co_name if type(one) is FunctionType else type(one).__name__ for one in collators}
     names |= {text.partition("(")[0].rpartition(".")[2] for text in given}
     functions = map(program.function, names - {""})
+    tokenizers = (call for call in basis if "token" in call.name.lower() or call.name.endswith("processor"))
     return (
         any(map(_COLLATORS.match, names))
         or any(found is not None and _PADS.search(text_of(found)) for found in functions)
-        or any(map(_pads_to_longest, basis))
+        or any(call.literals.get("padding") in (True, "longest") for call in tokenizers)
     )
-
-
-def _pads_to_longest(call: Call) -> bool:
-    """Whether it is a tokenizer's call with ``padding=True``, which pads to the longest of what it is given."""
-    is_tokenizer = "token" in call.name.lower() or call.name.endswith("processor")
-    return is_tokenizer and call.literals.get("padding") in (True, "longest")
 
 
 def _tells_mixed(call: Call) -> bool:
@@ -204,7 +194,6 @@ Source: torch/utils/data/sampler.py, distributed.py and dataloader.py.
 _HOMES: Final = "torch.utils.data."
 _CONTEXT: Final = "_DataLoader__multiprocessing_context"
 
-
 _TRIED: Final = 4
 """Samples that are made twice."""
 _WORKERS: Final = ((0, 2, 1, 1), (1, 3, 2, -1))
@@ -231,7 +220,8 @@ def _facts(path: str, own: dict[str, Any], program: Program, tries: bool) -> Loa
     workers = workers if type(workers) is int else 0
     ahead = own.get("prefetch_factor")
     sampler = _innermost(own)
-    is_iterable = _is_iterable(own.get("dataset"))
+    bases = mro_of(type(own.get("dataset")))
+    is_iterable = any(name_of(base) == "IterableDataset" and module_of(base).startswith(_HOMES) for base in bases)
     return LoaderFacts(
         path=path,
         num_workers=workers,
@@ -314,11 +304,6 @@ def _order(own: dict[str, Any], sampler: Any) -> str | None:
     if name_of(cls) == "RandomSampler" and held(sampler, "generator") is not None:
         return "its sampler draws from a generator of the program's as it goes"
     return None
-
-
-def _is_iterable(dataset: Any) -> bool:
-    bases = mro_of(type(dataset))
-    return any(name_of(base) == "IterableDataset" and module_of(base).startswith(_HOMES) for base in bases)
 
 
 def _is_default(collate: Any) -> bool:

@@ -34,12 +34,7 @@ _ORDINARY: Final = (0, 0)
 
 
 def counters(stats: Mapping[str, Any] | Unavailable, backend: str = "native") -> dict[str, Any]:
-    """Return the counters of one device, by their names in ``DeviceMemory``.
-
-    Args:
-        stats: what ``memory_stats`` returned.
-        backend: what ``get_allocator_backend`` said.
-    """
+    """Return the counters of one device in its ``memory_stats``, by their names in ``DeviceMemory``."""
 
     def counter(name: str, key: str) -> Measured:
         if isinstance(stats, Unavailable):
@@ -128,7 +123,6 @@ class TorchAccelerator:
         segments = self._snapshot()
         free, total = self._totals()
         card, label = self._card()
-        used = shares(card, counts["reserved"])
         return DeviceMemory(
             name=self.name,
             tensor_device=self.name,
@@ -137,9 +131,7 @@ class TorchAccelerator:
             **counts,
             largest_free_block=largest_free_block(segments, self.index),
             cap=self._cap(total),
-            context=used.context,
-            elsewhere=used.elsewhere,
-            processes=used.processes,
+            **shares(card, counts["reserved"])._asdict(),
             private_pools=private_pools(segments, self.index),
             workspaces=workspaces(segments, self.index, self._workspace_bytes()),
             card=label,
@@ -158,16 +150,16 @@ class TorchAccelerator:
         """Return fully free segments to the driver."""
         self._call("empty_cache", of_all=True)
 
-    def _call(self, name: str, *, of_all: bool = False) -> Any:
+    def _call(self, name: str, *, of_all: bool = False, **options: Any) -> Any:
         """Return what a function of the backend answers for this device, or why it does not.
 
         Args:
             of_all: the function is for all devices and takes none.
         """
-        function = _function(self.kind, name)
-        if isinstance(function, Unavailable):
-            return function
-        return _answer(function, *(() if of_all else (self.index,)))
+        function = getattr(getattr(torch, self.kind, None), name, None)
+        if function is None:
+            return Unavailable(f"torch {torch.__version__} has no torch.{self.kind}.{name}")
+        return _answer(function, *(() if of_all else (self.index,)), **options)
 
     def _backend(self) -> str:
         found = self._call("get_allocator_backend", of_all=True)
@@ -175,15 +167,12 @@ class TorchAccelerator:
 
     def _snapshot(self) -> Segments:
         """Return every segment of the allocator; without the history of allocations, which may be long."""
-        function = _function(self.kind, "memory_snapshot")
-        if isinstance(function, Unavailable):
-            return function
         if self._backend() == "cudaMallocAsync":
             return Unavailable("the cudaMallocAsync allocator keeps no list of blocks")
         try:
-            found = _answer(function, include_traces=False)  # the argument came after torch 2.4
+            found = self._call("memory_snapshot", of_all=True, include_traces=False)  # which came after torch 2.4
         except TypeError:
-            found = _answer(function)
+            found = self._call("memory_snapshot", of_all=True)
         return found if isinstance(found, Unavailable) else list(found)
 
     def _totals(self) -> tuple[Measured, Measured]:
@@ -191,7 +180,7 @@ class TorchAccelerator:
         found = self._call("mem_get_info")
         if not isinstance(found, Unavailable):
             return int(found[0]), int(found[1])
-        total = getattr(self._properties(), "total_memory", None)
+        total = getattr(self._call("get_device_properties"), "total_memory", None)
         return found, found if total is None else int(total)
 
     def _workspace_bytes(self) -> int:
@@ -213,12 +202,9 @@ class TorchAccelerator:
                 return Unavailable(f"whether a cap is set for this process cannot be told: {known.reason}")
         return int(total * fraction) if fraction < 1 else Unavailable("no cap is set for this process")
 
-    def _properties(self) -> Any:
-        return self._call("get_device_properties")
-
     def _card(self) -> tuple[driver.Card | Unavailable, str | Unavailable]:
         """Return what the driver tells of the card, and what the card calls itself."""
-        properties = self._properties()
+        properties = self._call("get_device_properties")
         if isinstance(properties, Unavailable):
             return properties, properties
         name = str(getattr(properties, "name", self.name))
@@ -281,19 +267,8 @@ def initialised(kind: str) -> tuple[int, ...]:
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None) if kind == "cuda" else None
     if has_context is None:
         return tuple(indices)
-    return tuple(index for index in indices if has_context(index) or _holds_segments(index))
-
-
-def _holds_segments(index: int) -> bool:
-    """Return whether torch's allocator holds memory of a CUDA device; to ask makes no context."""
-    reserved = _answer(torch.cuda.memory_reserved, index)
-    return isinstance(reserved, int) and reserved > 0
-
-
-def _function(kind: str, name: str) -> Callable[..., Any] | Unavailable:
-    """Return a function of a backend's own module."""
-    own: Callable[..., Any] | None = getattr(getattr(torch, kind, None), name, None)
-    return Unavailable(f"torch {torch.__version__} has no torch.{kind}.{name}") if own is None else own
+    held = {index: _answer(torch.cuda.memory_reserved, index) for index in indices}  # to ask makes no context
+    return tuple(index for index in indices if has_context(index) or (isinstance(held[index], int) and held[index] > 0))
 
 
 def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from oomdoctor.evidence._models import held
 from oomdoctor.model.code import ModelFacts, TrainerFacts
 from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, traceback_of
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict
+from oomdoctor.objects.walk import tensors_in
 from oomdoctor.program.definitions import Call, Program, calls, imports_of
 from oomdoctor.program.ground import Ground
 
@@ -41,7 +42,7 @@ _COLLATORS: Final = frozenset(
 def _of_transformers(found: Passed, modules: Modules) -> dict[str, Any]:
     trainer = found.trainer
     settings, model = plain_dict(held(trainer, "args")) or {}, held(trainer, "model")
-    optimizer = held(trainer, "optimizer")
+    optimizer, gathered = held(trainer, "optimizer"), held(found.predictions, "tensors")
     inner = held(optimizer, "optimizer") or optimizer  # out of the wrapper of accelerate
     given = [("trainer.optimizer", inner)] if kind_of(type(inner)) is Kind.OPTIMIZER else []
     counts_items = held(trainer, "model_accepts_loss_kwargs") is True and found.counts_items
@@ -52,7 +53,8 @@ def _of_transformers(found: Passed, modules: Modules) -> dict[str, Any]:
         "optimizer": next(iter(_models.optimizers(given)), None),
         "weighs": "items" if counts_items else "parts",
         "draws": _draws(trainer, model),
-        "gathered_bytes": _bytes(found.predictions),
+        # Source: ``EvalLoopContainer`` in transformers.
+        "gathered_bytes": sum(count * each for count, each in _models.sizes(tensors_in(gathered))),
     }
 
 
@@ -110,22 +112,6 @@ def _draws(trainer: Any, model: Any) -> str | None:
         return f"`{name}` is called for each part and"
     workers = held(trainer, "args", "dataloader_num_workers")
     return f"each of {workers} workers" if workers else None
-
-
-def _bytes(predictions: Any) -> int:
-    """Return what the predictions gathered on a device take. Source: ``EvalLoopContainer`` in transformers."""
-    found = 0
-    todo: list[Any] = [held(predictions, "tensors")]
-    while todo:
-        one = todo.pop()
-        if kind_of(type(one)) is Kind.TENSOR:
-            ((count, each),) = _models.sizes([one])
-            found += count * each
-        elif type(one) in (list, tuple):
-            todo += list(one)
-        elif type(one) is dict:
-            todo += list(one.values())
-    return found
 
 
 _HOMES: Final = {

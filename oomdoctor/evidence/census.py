@@ -282,7 +282,8 @@ class _Count:
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
         self._claims.append((tensors, path, more.get("suffix", "")))
         if self._may_pin and role in (Role.ACTIVATION, Role.USER_TENSOR):
-            self._ledger.claim([one for one in tensors if _is_pinned(one)], Role.PINNED_HOST, path, **more)
+            pinned = [one for one in tensors if type(one) is torch.Tensor and one.is_cpu and one.is_pinned()]
+            self._ledger.claim(pinned, Role.PINNED_HOST, path, **more)
         self._ledger.claim(tensors, role, path, **more)
 
     def _is_of_step(self, held: _Held) -> bool:
@@ -340,15 +341,12 @@ class _Count:
         if type(tensor) is torch.nn.Parameter:
             return Role.PARAMETER
         if saved is None:
-            if root.is_program and not found.contained and self._is_input(tensor):
+            # The graph of the step saved a tensor that it did not make.
+            keys = [key for key, *_ in storages_of((tensor,))] if root.is_program and not found.contained else []
+            if keys and self._inputs.issuperset(keys):
                 return Role.BATCH
             return Role.USER_TENSOR if held.origin is Origin.NAME else Role.ACTIVATION
         return Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
-
-    def _is_input(self, tensor: Any) -> bool:
-        """Return whether the graph of the step saved a tensor that it did not make."""
-        keys = [key for key, *_ in storages_of((tensor,))]
-        return bool(keys) and self._inputs.issuperset(keys)
 
     def _is_kept(self, held: _Held, saved: Saved) -> bool:
         """Return whether a graph outlives its step: one in a container, or by a name that no running code binds."""
@@ -467,11 +465,7 @@ def _role_of_graph(path: Path) -> Role:
 
 
 def _within_modules(frames: Sequence[Frame]) -> Iterator[str]:
-    """Yield the places of frames that a module with layers or weights has called, or that are its own.
-
-    Args:
-        frames: of a failure, then those that are running, each outermost first.
-    """
+    """Yield the places of frames, outermost first, that a module with layers or weights has called, or its own."""
     began: set[bool] = set()
     for frame in frames:
         module = frame.values.get("self")
@@ -499,7 +493,3 @@ def _items(held: Any) -> Sequence[Any]:
 
 def _pairs(held: Any) -> list[tuple[Any, Any]]:
     return pairs_of(held, Kind.MAPPING) if kind_of(type(held)) is Kind.MAPPING else []
-
-
-def _is_pinned(tensor: Any) -> bool:
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_pinned()

@@ -115,7 +115,9 @@ def facts(
         failing_cell=cells.failing.number,
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
         models=models,
-        local_models=tuple(_models.local(local)),
+        local_models=tuple(
+            replace(model, scope=scope) for path, module, scope in local for model in _models.models([(path, module)])
+        ),
         losses=losses,
         optimizers=tuple((path, type(optimizer).__name__) for path, optimizer in optimizers),
         steppers=_models.optimizers(optimizers),

@@ -29,7 +29,7 @@ class MetalAccelerator:
         """Return the memory as torch and Metal tell it."""
         untold = Unavailable("macOS does not tell GPU memory by process")
         reserved = int(torch.mps.driver_allocated_memory())
-        total = _recommended()
+        total, name = _recommended(), getattr(torch.backends.mps, "get_name", None)
         return DeviceMemory(
             name=self.name,
             tensor_device=self.name,
@@ -41,7 +41,7 @@ class MetalAccelerator:
             context=Unavailable("it is part of what Metal gave this process and is not told apart"),
             elsewhere=untold,
             processes=untold,
-            card=_metal_label(),
+            card=f"{name() if name is not None else 'Apple GPU'}, macOS {platform.mac_ver()[0]}",
             basis="Metal's recommended working set, a part of the host's memory",
         )
 
@@ -147,8 +147,3 @@ def _recommended() -> Measured:
     if recommended is None:
         return Unavailable(f"torch {torch.__version__} does not tell how much memory Metal recommends")
     return int(recommended())
-
-
-def _metal_label() -> str:
-    name = getattr(torch.backends.mps, "get_name", None)
-    return f"{name() if name is not None else 'Apple GPU'}, macOS {platform.mac_ver()[0]}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -265,8 +265,7 @@ reserved is 0.3 to 1.5 GiB.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Shares(NamedTuple):
     """What ``DeviceMemory`` says of the same names."""
 
     processes: tuple[DeviceProcess, ...] | Unavailable
@@ -296,17 +295,13 @@ def _with_own(processes: tuple[DeviceProcess, ...], reserved: Measured, agree: b
     """Mark this process: by its id where the driver counts as it does, else by a size that can be no other's."""
     own = next((process for process in processes if process.pid == os.getpid()), None)
     basis = "by its process id"
-    if own is not None and not agree and not _may_hold(own, reserved):
-        own = None  # another container's process, by chance of the same number
+    if own is not None and not agree and isinstance(own.bytes, int) and isinstance(reserved, int):
+        own = own if own.bytes >= reserved else None  # else another container's process, by chance of the same number
     if own is None and not agree:
         fitting = [process for process in processes if _has_size_of(process, reserved)]
         own = fitting[0] if len(fitting) == 1 else None
         basis = "by its size alone: it is what this process holds and a CUDA context"
     return tuple(replace(process, is_own=True, basis=basis) if process is own else process for process in processes)
-
-
-def _may_hold(process: DeviceProcess, reserved: Measured) -> bool:
-    return not (isinstance(process.bytes, int) and isinstance(reserved, int)) or process.bytes >= reserved
 
 
 def _has_size_of(process: DeviceProcess, reserved: Measured) -> bool:

@@ -42,7 +42,7 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
     """
     machine = _of_linux(root) if psutil.LINUX else _by_psutil()
     group = _cgroup.read(root)
-    processes = _processes.read() if in_full else _processes.resident_only()
+    processes = _processes.read(in_full=in_full)
     kept, limit = reserve.resident(), _limit(root)
     own = {"used": _proc.less(group.used, kept), "anon": _proc.less(group.anon, kept)}
     return HostMemory(
@@ -240,7 +240,7 @@ class HostAccelerator:
         except OSError:
             self._base = None
             return
-        rss = _processes.resident_only().rss
+        rss = _processes.read(in_full=False).rss
         self._base = rss if isinstance(rss, int) else None
 
     def empty_cache(self) -> None:

@@ -2,18 +2,26 @@
 
 Where memory runs out while something is collected, that one thing is not known, and all else is. Without what the code
 says nothing else can be understood, so there the look fails.
+
+Of host memory that no tensor holds (NumPy arrays, byte strings, texts and the Python objects around them), what a name
+leads to is gone through breadth first, by what the garbage collector says that an object refers to. Each thing counts
+once, for the first name that leads to it. No code of the user's is run: sizes are asked of builtin types and of arrays.
+Limits: memory that only C holds (PIL images, Arrow tables) has no size here; that of a file which an array maps is page
+cache.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from oomdoctor.evidence import arrays, host
+from oomdoctor.evidence import host
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
 from oomdoctor.model import baseline
@@ -23,10 +31,12 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
+from oomdoctor.model.sizes import MIB
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.frames import (
     chained,
     frames_of,
+    leads_nowhere,
     lines_of,
     local_modules,
     running_frames,
@@ -34,7 +44,8 @@ from oomdoctor.objects.frames import (
     steps_of,
     traceback_of,
 )
-from oomdoctor.objects.kinds import Kind, spelled
+from oomdoctor.objects.held import elements_of
+from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
 from oomdoctor.program.names import bound_names, loop_targets
 
@@ -44,6 +55,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHORT: Final = Unavailable("there was no memory left to look")
+_UNREAD: Final = HostMemory(**{field.name: _SHORT for field in fields(HostMemory)})
 
 
 def collect(
@@ -63,7 +75,7 @@ def collect(
         detectors: what finds the practice that a fix mends, by the id of the fix.
     """
     accelerator, has_tensors = session.accelerator, "torch" in sys.modules
-    whole = _if_room(host.read, _unread(_SHORT))
+    whole = _if_room(host.read, _UNREAD)
     places: list[Accelerator] = [accelerator]
     if has_tensors:
         from oomdoctor.evidence import devices
@@ -71,17 +83,18 @@ def collect(
         places += [other for other in devices.in_use() if other.name != accelerator.name]
     memories = tuple(place.read() for place in places)
     code = _facts(session, exc, filenames, line, detectors)
-    names, passed_over = list(user_names(spelled(session.namespace))), _apart(session.namespace)
+    names = list(user_names(spelled(session.namespace)))
+    passed_over = frozenset({id(session.namespace), id(spelled(session.namespace).get("_oh"))})
     others: tuple[DeviceMemory, ...] = ()
     if has_tensors:
         program = partial(_program, session, names, exc, filenames, code, passed_over)
-        missing = tuple(_uncounted(memory, _SHORT) for memory in memories)
+        missing = tuple(_uncounted(memory) for memory in memories)
         memories, counts = _if_room(lambda: _counted(program(), places, memories), (memories, missing))
         others = devices.not_in_use()
     else:
         counts = tuple(Census(device=memory.name, found=0, allocated=memory.allocated) for memory in memories)
         memories = tuple(replace(memory, allocated=0, reserved=0) for memory in memories)
-    beside: tuple[HostHolding, ...] = _if_room(lambda: arrays.largest(names, passed_over), ())
+    beside: tuple[HostHolding, ...] = _if_room(lambda: largest(names, passed_over), ())
     return Evidence(
         devices=(*memories, *others),
         host=_with_bare(whole, counts, beside),
@@ -167,13 +180,11 @@ def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tupl
     return tuple(found.values())
 
 
-def unlooked(accelerator: Accelerator | None = None) -> Evidence:
+def unlooked() -> Evidence:
     """Return what is known where nothing could be looked at: what the limits say, if that much."""
     memory = DeviceMemory(name="cpu", tensor_device="cpu", total=_SHORT, free=_SHORT, allocated=_SHORT, reserved=_SHORT)
-    if accelerator is not None:
-        memory = _if_room(accelerator.read, memory)
-    whole = _if_room(lambda: host.read(in_full=False), _unread(_SHORT))
-    return Evidence(devices=(memory,), host=whole, censuses=(_uncounted(memory, _SHORT),), code=CodeFacts())
+    whole = _if_room(lambda: host.read(in_full=False), _UNREAD)
+    return Evidence(devices=(memory,), host=whole, censuses=(_uncounted(memory),), code=CodeFacts())
 
 
 def _if_room(look: Callable[[], T], otherwise: T) -> T:
@@ -229,14 +240,110 @@ def _with_bare(whole: HostMemory, counts: Iterable[Census], beside: Iterable[Hos
     return whole if bare is None else replace(whole, bare=bare)
 
 
-def _uncounted(memory: DeviceMemory, why: Unavailable) -> Census:
-    return Census(device=memory.name, found=0, allocated=why, notes=(f"Holders were not looked for: {why.reason}.",))
+def _uncounted(memory: DeviceMemory) -> Census:
+    notes = (f"Holders were not looked for: {_SHORT.reason}.",)
+    return Census(device=memory.name, found=0, allocated=_SHORT, notes=notes)
 
 
-def _unread(why: Unavailable) -> HostMemory:
-    return HostMemory(**{field.name: why for field in fields(HostMemory)})
+_MOST_OBJECTS: Final = 300_000
+_AT_ONCE: Final = 10_000
+_LISTED: Final = 5
+_SIZED: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, list, tuple, dict, set, frozenset)))
+"""By their ``id``: builtin types whose size is told by the interpreter itself."""
+_LEAVES: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, bool, type(None))))
+"""By their ``id``: builtin types that lead to nothing. Most names of a long notebook hold one of them."""
+_OPEN: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE, Kind.OBJECT, Kind.LOADER, Kind.MODULE})
+_ARRAYS: Final = frozenset({Kind.ARRAY})
 
 
-def _apart(namespace: Mapping[str, Any]) -> frozenset[int]:
-    """Return what is not looked into: the namespace itself and the output cache."""
-    return frozenset({id(namespace), id(spelled(namespace).get("_oh"))})
+def largest(names: Iterable[tuple[str, Any]], passed_over: frozenset[int] = frozenset()) -> tuple[HostHolding, ...]:
+    """Return the names that lead to the most memory that is no tensor's, from a MiB on, the largest first.
+
+    Args:
+        passed_over: objects by their ``id`` that lead nowhere here.
+    """
+    search = _Search(set(passed_over))
+    leading = (one for one in names if id(type(one[1])) not in _LEAVES or sys.getsizeof(one[1]) >= MIB)
+    found = (search.below(name, value) for name, value in leading)
+    return tuple(sorted(filter(None, found), key=lambda one: -one.bytes)[:_LISTED])
+
+
+class _Search:
+    """One search through several names. Short-lived."""
+
+    def __init__(self, seen: set[int]) -> None:
+        self._seen = seen
+        self._left = _MOST_OBJECTS
+        self._of_tensors: frozenset[int] | None = None
+
+    def below(self, name: str, value: Any) -> HostHolding | None:
+        """Return what hangs on one name and on none before it, None where that is less than a MiB."""
+        own, in_arrays, arrays, objects = 0, 0, 0, 0
+        level: list[Any] = [value]
+        while level and self._left > 0:
+            fresh = self._fresh(level)
+            keys = list(map(id, map(type, fresh)))
+            classes = dict(zip(keys, map(type, fresh), strict=True))
+            sized = list(compress(fresh, map(_SIZED.__contains__, keys)))
+            own += sum(map(sys.getsizeof, sized))
+            objects += len(sized)
+            met = list(compress(fresh, map(_keys(classes, _ARRAYS).__contains__, keys)))
+            for size in map(self._of_array, met):
+                in_arrays += size
+                arrays += size > 0
+            inner = {key for key in _keys(classes, _OPEN) if not leads_nowhere(classes[key])}
+            level = gc.get_referents(*compress(fresh, map(inner.__contains__, keys)))
+            level += chain.from_iterable(map(elements_of, met))
+        size = own + in_arrays
+        if size < MIB:
+            return None
+        return HostHolding(path=name, bytes=size, array_bytes=in_arrays, arrays=arrays, objects=objects)
+
+    def _fresh(self, level: list[Any]) -> list[Any]:
+        """Return those that were not met before, each once, as far as the budget goes, and note them."""
+        fresh: list[Any] = []
+        for first in range(0, len(level), _AT_ONCE):
+            some = level[first : first + _AT_ONCE]
+            by_id = dict(zip(map(id, some), some, strict=True))
+            if not self._seen.isdisjoint(by_id):
+                by_id = {key: one for key, one in by_id.items() if key not in self._seen}
+            by_id = dict(islice(by_id.items(), self._left)) if len(by_id) > self._left else by_id
+            self._seen.update(by_id)
+            self._left -= len(by_id)
+            fresh += by_id.values()
+            if not self._left:
+                break
+        return fresh
+
+    def _of_array(self, array: Any) -> int:
+        """Return the bytes that an array keeps alive and nothing before it did, 0 where they are not its own."""
+        told = vars(sys.modules["numpy"].ndarray)
+        base_of = told["base"].__get__
+        while (base := base_of(array)) is not None:
+            if kind_of(type(base)) is not Kind.ARRAY:
+                return 0  # a mapped file, a tensor, or a byte string that is counted by itself
+            array = base
+            if id(array) in self._seen:
+                return 0
+            self._seen.add(id(array))
+        size = int(told["nbytes"].__get__(array))
+        if size >= MIB and told["__array_interface__"].__get__(array)["data"][0] in self._tensors():
+            return 0
+        return size
+
+    def _tensors(self) -> frozenset[int]:
+        """Return where tensors of the host begin: ``torch.from_numpy`` makes one in the memory of an array."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return frozenset()
+        if self._of_tensors is None:
+            from oomdoctor.objects.storages import PLAIN, begin_of
+
+            plain = frozenset(map(id, PLAIN))
+            ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
+            self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)
+        return self._of_tensors
+
+
+def _keys(classes: dict[int, type], kinds: frozenset[Kind]) -> set[int]:
+    return {key for key, cls in classes.items() if kind_of(cls) in kinds}

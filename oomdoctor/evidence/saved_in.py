@@ -34,7 +34,6 @@ _LISTS: Final = frozenset(
 )
 """They run nothing themselves."""
 
-
 _VIEWS: Final = frozenset(
     f"{name}Backward{number}"  # overloads are numbered
     for name in ("Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy", "Transpose", "UnsafeView", "View")
@@ -160,11 +159,7 @@ class _Nodes:
             self._own[node] = module
 
     def modules(self, saved: list[tuple[int, Any]]) -> Iterator[tuple[int, Path]]:
-        """Yield each key of ``saved`` with the module that it was saved in, as far as one of its nodes tells it.
-
-        Args:
-            saved: keys of storages with a node that saved them.
-        """
+        """Yield each storage with the module that it was saved in, as far as a node that saved it tells it."""
         layers = {key: own for key, node in saved if (own := self._own.get(node)) is not None}
         others = [(key, node) for key, node in saved if key not in layers]
         tail = self._follow() if others else set()
@@ -175,11 +170,7 @@ class _Nodes:
         yield from (found | layers).items()
 
     def _follow(self) -> set[Any]:
-        """Follow all nodes in the order in which they were made.
-
-        Returns:
-            Those from which on nothing was computed with a parameter of a module: losses, as a rule.
-        """
+        """Follow all nodes in their order; return those after which no parameter is used, losses as a rule."""
         order = sorted((one for one in self._below if type(one).__name__ != LEAF), key=_when)
         for node in order:
             modules, results = self._inputs(node)

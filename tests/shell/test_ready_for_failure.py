@@ -112,7 +112,7 @@ def broken(*_: Any, **__: Any) -> Any:
     [
         ("oomdoctor.evidence.census.take", failing),
         ("oomdoctor.evidence.moment.facts", failing),
-        ("oomdoctor.evidence.arrays.largest", failing),
+        ("oomdoctor.evidence.moment.largest", failing),
         ("oomdoctor.evidence.host.read", failing),
         ("oomdoctor.evidence.moment.collect", failing),
         ("oomdoctor.forecast.planning.Planning.__init__", failing),
