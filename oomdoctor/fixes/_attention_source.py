@@ -247,11 +247,7 @@ class _Reader:
     def _after(
         self, of: _Read, name: str, rest: Sequence[ast.expr], given: Mapping[str, ast.expr], layer: str
     ) -> _Read | None:
-        """Return what an operation makes of scores or weights, None where a kernel does nothing like it.
-
-        Args:
-            layer: the attribute of ``self`` that is called, empty for a function.
-        """
+        """Return what a function, or a ``layer`` of ``self``, makes of scores or weights, None if a kernel does not."""
         is_plain, said = not of.is_weights and of.mask is None, {name: self._code(one) for name, one in given.items()}
         match name, rest:
             case "mul" | "div", [other] if is_plain and of.scale is None:

@@ -181,6 +181,12 @@ def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
     return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
+def keyword_text(call: cst.Call, name: str) -> str | None:
+    """Return the text of what is passed by the keyword ``name``, None where nothing is."""
+    given = keyword(call, name)
+    return None if given is None else code_of(given)
+
+
 def with_keyword(call: cst.Call, name: str, value: str, after: str | None = None) -> cst.Call:
     """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
     if any(arg.star for arg in call.args):

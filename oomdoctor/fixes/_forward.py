@@ -44,8 +44,6 @@ def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = No
     """Refuse a module whose forward, or that of a part of it, cannot be replaced by an attribute.
 
     Args:
-        path: the expression for ``module``.
-        module: looked at with every module below it.
         also: further names of classes, with the reason.
 
     Raises:
@@ -56,31 +54,14 @@ def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = No
         for cls in type(part).__mro__:
             if cls.__name__ in reasons:
                 raise OomDoctorError(f"{name} is left as it is: {reasons[cls.__name__]}")
-    if (found := compiled(path, module)) is not None:
-        raise OomDoctorError(f"{found} is left as it is: {_NOT_REPLACEABLE['OptimizedModule']}")
+        if getattr(part, "_compiled_call_impl", None) is not None:  # by its method ``compile``
+            raise OomDoctorError(f"{name} is left as it is: {reasons['OptimizedModule']}")
 
 
-def compiled(path: str, module: Any) -> str | None:
-    """Return the expression for a part of ``module`` that ``torch.compile`` or its ``compile`` was called on."""
+def refuse_hooks(path: str, module: Any) -> None:
+    """Raise ``OomDoctorError`` for forward hooks below a module, which would be called more than once."""
     for name, part in submodules(module, path):
-        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
-            return name
-    return None
-
-
-def refuse_hooks(path: str, module: Any, *, own: bool) -> None:
-    """Refuse a module with forward hooks below it: they would be called more often than the user meant.
-
-    Args:
-        path: the expression for ``module``.
-        module: looked at with every module below it.
-        own: whether its own hooks would be as well.
-
-    Raises:
-        OomDoctorError: there are such hooks.
-    """
-    for name, part in submodules(module, path):
-        if part is module and not own:
+        if part is module:
             continue
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if any(type(hook).__name__ not in _REPEATABLE_HOOKS for hook in hooks):
@@ -88,13 +69,8 @@ def refuse_hooks(path: str, module: Any, *, own: bool) -> None:
 
 
 def active_dropout(module: Any) -> bool:
-    """Tell whether a part of ``module`` drops values as it stands."""
-    return any(part.training and drops(part) for part in module.modules())
-
-
-def drops(part: Any) -> bool:
-    """Tell whether ``part`` is a layer that drops values in training mode, as the proposals announce."""
-    return _drop_probability(part) > 0
+    """Tell whether a part of ``module`` drops values as it stands, as the proposals announce."""
+    return any(part.training and _drop_probability(part) > 0 for part in module.modules())
 
 
 def _drop_probability(part: Any) -> float:
@@ -111,11 +87,7 @@ def devices(module: Any) -> tuple[torch.device, ...]:
 
 
 def refuse_batch_norm(path: str, module: Any) -> None:
-    """Refuse a module with a layer that takes its statistics over the whole batch as it stands.
-
-    Raises:
-        OomDoctorError: there is such a layer.
-    """
+    """Raise ``OomDoctorError`` where a layer of a module takes its statistics over the whole batch as it stands."""
     for name, part in submodules(module, path):
         couples = isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
         if couples or (isinstance(part, _NormBase) and part.training and part.track_running_stats):
@@ -132,14 +104,13 @@ def rng_marks(devices: Iterable[torch.device] = ()) -> tuple[Any, ...]:
 
     In a shadow run those of devices stand still, and that of the host moves with them.
     """
-    states = [torch.get_rng_state(), *(() if is_shadow_run() else (_device_rng(one) for one in devices))]
+    states = [torch.get_rng_state()]
+    for device in () if is_shadow_run() else devices:
+        # Apple's devices are one, and their state is asked for without a device.
+        given = () if device.type == "mps" else (device,)
+        states.append(getattr(torch, device.type).get_rng_state(*given))
     with _disable_current_modes():  # the states have values, which modes of a shadow run would not give
         return *host_marks(), *(state.numpy().tobytes() for state in states)
-
-
-def _device_rng(device: torch.device) -> Any:
-    # Apple's devices are one, and their state is asked for without a device.
-    return torch.mps.get_rng_state() if device.type == "mps" else getattr(torch, device.type).get_rng_state(device)
 
 
 def host_marks() -> tuple[Any, ...]:
@@ -157,11 +128,7 @@ class Checked(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch.
-
-        Raises:
-            OomDoctorError: it is such attention.
-        """
+        """Run one function of torch that is no such attention."""
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)

@@ -67,7 +67,7 @@ def recompute(model: Any, *modules: str) -> None:
     _forward.refuse_unless_plain(type(model).__name__, model)
     for path, spans in stretches.items():
         module = model.get_submodule(path)
-        _forward.refuse_hooks(path, module, own=False)
+        _forward.refuse_hooks(path, module)
         if spans and type(module).forward is not torch.nn.Sequential.forward:
             raise UsageError(f"{path!r} is a {type(module).__name__}: stretches are those of a Sequential")
     for part in model.modules():
@@ -216,12 +216,9 @@ def _running_statistics(part: Any) -> list[tuple[str, Any]]:
     if isinstance(part, _NormBase):
         names = _RUNNING_STATISTICS if part.training and part.track_running_stats else ()
     else:
-        names = tuple(name for name, held in part._buffers.items() if _is_vector(held))
+        held = {name: buffer for name, buffer in part._buffers.items() if buffer is not None}
+        names = tuple(name for name, buffer in held.items() if buffer.ndim == 1 and buffer.is_floating_point())
     return [(name, part._buffers[name]) for name in names if part._buffers.get(name) is not None]
-
-
-def _is_vector(buffer: Any) -> bool:
-    return buffer is not None and buffer.ndim == 1 and buffer.is_floating_point()
 
 
 def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
@@ -237,11 +234,7 @@ def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _generator_marks(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield each generator that the modules may draw from, in words, with its state, for comparison.
-
-    Args:
-        parts: ``(path, module)``.
-    """
+    """Yield each generator that the modules may draw from, in words, with its state, for comparison."""
     kinds = _kinds()
     seen = {id(one) for one in (torch.default_generator, *torch.cuda.default_generators)}
     for name, value in _within_reach(parts):

@@ -57,11 +57,7 @@ class Choice:
 
 
 def choices(rows: Sequence[ModuleMemory]) -> tuple[Choice, ...]:
-    """Return the parts worth recomputing, mildest first; none where recomputing frees nothing.
-
-    Args:
-        rows: in the order of the calls.
-    """
+    """Return the parts worth recomputing of the modules that were called in this order, mildest first."""
     models = dict.fromkeys(row.model for row in rows)
     trees = [_Tree([row for row in rows if row.model == model]) for model in models]
     total = sum(row.own for row in rows)

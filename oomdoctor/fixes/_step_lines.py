@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import libcst as cst
 
@@ -38,14 +39,18 @@ class StepLines:
 
     def preceded_by(self, line: str) -> cst.For | cst.While:
         """Return the loop with a line before the one that runs a model first."""
-        (new,) = rewriting.statements(line + "\n", self.parsed)
-        old = self.lines[self.first]
-        new = new.with_changes(leading_lines=getattr(old, "leading_lines", ()))
-        lines = [*self.lines[: self.first], new, old.with_changes(leading_lines=()), *self.lines[self.first + 1 :]]
-        return self._of(lines)
+        new = preceded(self.lines[self.first], line, self.parsed)
+        return self._of([*self.lines[: self.first], *new, *self.lines[self.first + 1 :]])
 
     def _of(self, lines: Sequence[cst.BaseStatement]) -> cst.For | cst.While:
         return self.loop.with_changes(body=rewriting.block(self.loop.body, lines))
+
+
+def preceded(old: cst.BaseStatement, text: str, parsed: rewriting.ParsedCell) -> list[Any]:
+    """Return the statements of ``text`` and then ``old``, whose comments stand before all of them."""
+    first, *rest = rewriting.statements(f"{text}\n", parsed)
+    first = first.with_changes(leading_lines=getattr(old, "leading_lines", ()))
+    return [first, *rest, old.with_changes(leading_lines=())]
 
 
 def under(parsed: rewriting.ParsedCell, context: str, lines: Sequence[cst.BaseStatement]) -> cst.With:
@@ -58,11 +63,7 @@ def under(parsed: rewriting.ParsedCell, context: str, lines: Sequence[cst.BaseSt
 
 
 def step_lines(parsed: rewriting.ParsedCell, facts: TrainingLoop, runners: Collection[str] = ()) -> StepLines:
-    """Return the body of a loop.
-
-    Args:
-        runners: what runs a model beside the models themselves.
-    """
+    """Return the body of a loop, in which ``runners`` run a model as well as the models themselves."""
     loop, node = rewriting.loop_at(parsed, facts.line), loop_at(parsed.tree, facts.line)
     if loop is None or node is None:
         raise Unfit(f"{facts.where} is not a loop that can be rewritten")

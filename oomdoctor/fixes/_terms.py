@@ -16,7 +16,7 @@ from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Proposal
 from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import HostMemory, Role
+from oomdoctor.model.memory import Holding, HostMemory, Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
@@ -30,11 +30,7 @@ class Unfit(Exception):
 
 
 def need(found: Found | Refused | None, why: str = "") -> Found:
-    """Return what was found.
-
-    Raises:
-        Unfit: it was refused, or is not there, which ``why`` tells.
-    """
+    """Return what was found; raise ``Unfit`` where it was refused, or is not there, which ``why`` tells."""
     if isinstance(found, Refused):
         raise Unfit(found.reason)
     if found is None:
@@ -125,6 +121,17 @@ def check_training(evidence: Evidence) -> None:
 def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:
     """Return what was found that a fix mends, at least one; ``why`` is said where there is none."""
     return need(evidence.code.sites.get(fix) or None, why)
+
+
+def root_of(path: str) -> str:
+    """Return the name that an expression begins with, empty where it begins with something else."""
+    return re.split(r"\W", path, maxsplit=1)[0]
+
+
+def hangs_on(holding: Holding, name: str) -> bool:
+    """Whether what the census found hangs on ``name``, a global or a local one."""
+    path = holding.path.removeprefix("local `")
+    return path.startswith(name) and path[len(name) :][:1] in {"", "[", "`", " "}
 
 
 def running_loops(evidence: Evidence) -> list[TrainingLoop]:

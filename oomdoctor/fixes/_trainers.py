@@ -288,17 +288,13 @@ def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -
 
 def _differs(trainer: TrainerFacts) -> Iterator[str]:
     """Yield what comes out another way in parts."""
-    if (draws := _draws(trainer)) is not None:
+    model = trainer.model
+    if draws := trainer.draws or (layer(model, model.dropout[0]) if model is not None and model.dropout else None):
         yield f"{draws} draws other random numbers for parts of a batch than for the whole"
     if trainer.weighs == "parts":
         yield "each part counts the same, as it should only where the loss is a mean over samples, and batches are full"
     if _set(trainer, "dataloader_drop_last") or _set(trainer, "drop_last"):
         yield "samples that `drop_last` leaves out now may make one more step in each epoch"
-
-
-def _draws(trainer: TrainerFacts) -> str | None:
-    model = trainer.model
-    return trainer.draws or (layer(model, model.dropout[0]) if model is not None and model.dropout else None)
 
 
 def _smaller_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:

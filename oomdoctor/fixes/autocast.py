@@ -27,7 +27,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._step_lines import StepLines, runs, step_lines
+from oomdoctor.fixes._step_lines import StepLines, preceded, runs, step_lines
 from oomdoctor.fixes._terms import (
     ROUNDS,
     Unfit,
@@ -62,12 +62,7 @@ _OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
 
 @refusing
 def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], device: str, dtype: str) -> Edit:
-    """Return the change of ``cell`` that runs the step of its ``loops`` under autocast.
-
-    Args:
-        device: the type of the device, ``cuda``.
-        dtype: ``bfloat16`` or ``float16``; with the latter a ``GradScaler`` is put in.
-    """
+    """Return the change of ``cell`` that runs the step of its ``loops`` under autocast, with a scaler for float16."""
     parsed = need(rewriting.read(cell.source))
     if not knows_torch(cells.beside(cell)):
         raise Unfit("the cells do not import `torch` by its name")
@@ -91,11 +86,9 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
         raise Unfit(f"a scaler for float16 is made when {cell.name} is imported, which has run already")
     at = parsed.module.body.index(rewriting.path_to(parsed, min(facts.line for facts in loops))[0])
     line = f'{scaler} = torch.amp.GradScaler("{device}")'
-    first = module.body[at]
-    (new_line,) = rewriting.statements(line + "\n", parsed)
+    made, first = preceded(module.body[at], line, parsed)
     blank = [cst.EmptyLine(indent=False)] * (2 if isinstance(first, cst.FunctionDef | cst.ClassDef) else 0)
-    new_line = new_line.with_changes(leading_lines=getattr(first, "leading_lines", ()))
-    body = [*module.body[:at], new_line, first.with_changes(leading_lines=blank), *module.body[at + 1 :]]
+    body = [*module.body[:at], made, first.with_changes(leading_lines=blank), *module.body[at + 1 :]]
     return need(rewriting.edit(cells, cell, parsed, module.with_changes(body=body), [line]))
 
 
@@ -121,13 +114,11 @@ def _with_named_loss(step: StepLines, runners: Collection[str], name: str) -> St
     if not runs(receiver, runners) or not isinstance(line, cst.SimpleStatementLine):
         return step
     of = line.body[0].value.func.value  # type: ignore[attr-defined]
-    first, *_ = rewriting.statements(f"{name} = {text_of(of)}\n", step.parsed)
-    first = first.with_changes(leading_lines=line.leading_lines)
-    second = rewriting.exchange(line.with_changes(leading_lines=()), {of: cst.Name(name)})
+    lines = preceded(rewriting.exchange(line, {of: cst.Name(name)}), f"{name} = {text_of(of)}", step.parsed)
     node = copy(step.node)
     text = f"{name} = {ast.unparse(receiver)}\n{name}.backward()"
     node.body = [*node.body[:at], *ast.parse(text).body, *node.body[at + 1 :]]
-    return replace(step, node=node, lines=[*step.lines[:at], first, second, *step.lines[at + 1 :]])
+    return replace(step, node=node, lines=[*step.lines[:at], *lines, *step.lines[at + 1 :]])
 
 
 def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
@@ -183,26 +174,19 @@ def _scaled(
             raise Unfit(f"`{lines[line]}` does not follow the step of the optimizer")
     kept = f"{scale} = {scaler}.get_scale()\n" if schedules else ""
     changes: dict[cst.CSTNode, rewriting.New] = {
-        steps[0]: _lines(parsed, steps[0], f"{scaler}.step({optimizer})\n{kept}{scaler}.update()")
+        steps[0]: preceded(steps[0], f"{scaler}.step({optimizer})\n{kept}{scaler}.update()", parsed)[:-1]
     }
     for line in clips:
-        first = _lines(parsed, line, f"{scaler}.unscale_({optimizer})")
-        changes[line] = [*first, line.with_changes(leading_lines=())]
+        changes[line] = preceded(line, f"{scaler}.unscale_({optimizer})", parsed)
     for line in schedules:
         test = f"if {scaler}.get_scale() >= {scale}:  # no step was taken if the gradients overflowed"
-        changes[line] = _lines(parsed, line, f"{test}\n    {lines[line]}")
+        changes[line] = preceded(line, f"{test}\n    {lines[line]}", parsed)[:-1]
     for line in lines:
         if m.matches(line, _BACKWARD):
             of = line.body[0].value.func.value  # type: ignore[attr-defined]
             plain = of.with_changes(lpar=(), rpar=()) if hasattr(of, "lpar") else of
             changes[of] = cst.parse_expression(f"{scaler}.scale({text_of(plain)})")
     return rewriting.exchange(loop, changes)
-
-
-def _lines(parsed: rewriting.ParsedCell, old: cst.SimpleStatementLine, text: str) -> list[rewriting.Statement]:
-    """Return statements that stand in the place of another one."""
-    first, *rest = rewriting.statements(text + "\n", parsed)
-    return [first.with_changes(leading_lines=old.leading_lines), *rest]
 
 
 _BCE: Final = re.compile(r"\bBCELoss\b|\bbinary_cross_entropy\b")

@@ -17,7 +17,7 @@ import libcst as cst
 
 from oomdoctor.fixes._class_calls import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing, root_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -35,7 +35,6 @@ from oomdoctor.program.names import call_name, names_in, own_nodes
 from oomdoctor.program.rewriting import place_at, text_of, within
 
 _NOWHERE: Final = "no statement was found that puts a whole data set on the device"
-_ROOT: Final = re.compile(r"[^\W\d]\w*")
 _HOME: Final = "torch.utils.data"
 _COPIES: Final = 1.05
 """Time of a step with the copy of its batch, as a ratio. A round figure, not measured."""
@@ -67,9 +66,8 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 def _is_data(holding: Holding, evidence: Evidence) -> bool:
     """Whether the tensors are the program's own and not the batch at hand."""
-    match = _ROOT.match(holding.path)
     batch = {name for loop in evidence.code.loops for name in loop.batch}
-    named = match is not None and not holding.path.startswith("local ") and match[0] not in batch
+    named = not holding.path.startswith("local ") and root_of(holding.path) not in {"", *batch}
     return named and holding.role in {Role.USER_TENSOR, Role.BATCH}
 
 

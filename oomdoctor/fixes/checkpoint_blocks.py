@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Any, Final, NamedTuple
 
 import libcst as cst
@@ -22,7 +21,17 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._recompute_choice import choices
-from oomdoctor.fixes._terms import Unfit, check_short, found_or_asked, model_facts, need, proposing, refusing
+from oomdoctor.fixes._terms import (
+    Unfit,
+    check_short,
+    found_or_asked,
+    layer,
+    model_facts,
+    need,
+    proposing,
+    refusing,
+    root_of,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -30,7 +39,6 @@ from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.magics import parsed
@@ -166,7 +174,7 @@ def _switch(model: ModelFacts, every: int) -> str:
                 raise Unfit(f"plain checkpoint would count each batch twice in the running statistics of {norm}")
         argument = method.replace("enable", "kwargs") + '={"use_reentrant": False}'
         some = f", every_n_layers={every}" if may_leave_out and every > 1 else ""
-        lines.append(f"{reduce(child_path, path.split('.'), model.path)}({argument}{some})\n")
+        lines.append(f"{layer(model, path)}({argument}{some})\n")
     return "".join(lines)
 
 
@@ -203,7 +211,7 @@ class _Place(NamedTuple):
 
 def _at_top(cells: Cells, path: str) -> _Place:
     """Return the place right after a name of the notebook is bound, by a function too, or first in the failing cell."""
-    root = re.split(r"[.\[]", path, maxsplit=1)[0]
+    root = root_of(path)
     declared = m.Global(names=[m.ZeroOrMore(), m.NameItem(m.Name(root)), m.ZeroOrMore()])
     for cell in reversed(cells.beside(cells.failing).history):
         text = rewriting.read(cell.source)

@@ -247,7 +247,7 @@ def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
     logits = [_logits(held, code) for held in evidence.census.holdings]
     size, rows = max([_asked_for(incident, evidence), *logits])
-    if _in_frame(incident) and (incident.requested or 0) > size:
+    if _FRAME.search(incident.framework_frame or "") and (incident.requested or 0) > size:
         size, rows = incident.requested or 0, rows or _CHUNKS[-1]
     if not size:
         raise Unfit("no logits over the classes of a model were found")
@@ -264,10 +264,6 @@ def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
             slowdown=1 + _OVERHEAD_OF_LOSS,
             basis=f"estimate: 1/{chunks} of {format_size(size)} of log-probabilities at a time",
         )
-
-
-def _in_frame(incident: Incident) -> bool:
-    return _FRAME.search(incident.framework_frame or "") is not None
 
 
 def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:

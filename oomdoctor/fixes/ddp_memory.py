@@ -33,7 +33,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._terms import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, layer, proposing, refusing
+from oomdoctor.fixes.optimizer_in_backward import ELEMENTWISE
 from oomdoctor.fixes.optimizer_settings import in_the_step
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts, ReplicaFacts
@@ -43,7 +44,6 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting, words
 from oomdoctor.program.words import Result
 
@@ -75,11 +75,7 @@ def shared_by(evidence: Evidence) -> int:
 
 @contextmanager
 def alone(session: Session, dose: Dose) -> Iterator[None]:
-    """Refuse to go on where other processes take part in the training.
-
-    Raises:
-        OomDoctorError: they do.
-    """
+    """Refuse, by an ``OomDoctorError``, to go on where other processes take part in the training."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         ranks = distributed.get_world_size()
@@ -91,17 +87,11 @@ def alone(session: Session, dose: Dose) -> Iterator[None]:
 
 
 def never_applied(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Refuse to run what is only advice.
-
-    Raises:
-        OomDoctorError: always.
-    """
+    """Refuse, by an ``OomDoctorError``, to run what is only advice."""
     raise OomDoctorError("this is advice, which is shown and never applied: start the changed program yourself")
 
 
 _VIEW: Final = "gradient_as_bucket_view"
-
-
 _PASSING: Final = re.compile(
     rf"\.grad(\.data)?(\s*[-+*/]=|\.({'|'.join(sorted(words.names_of(Result.REDUCED, Result.DISCRETE)))}|abs|square|pow"
     r"|clone|numel|item|size|dim|element_size|shape|dtype|device|is_sparse|ndim)\b)|\.grad(\s*=(?!=)|\s+is\b|\()"
@@ -154,8 +144,7 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
 
 
 def _with_views(one: _class_calls.Call) -> cst.Call:
-    given = _class_calls.keyword(one.node, _VIEW)
-    text = None if given is None else _class_calls.code_of(given)
+    text = _class_calls.keyword_text(one.node, _VIEW)
     if text not in (None, "True", "False"):
         raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
     return one.node if text == "True" else _class_calls.with_keyword(one.node, _VIEW, "True")
@@ -163,8 +152,6 @@ def _with_views(one: _class_calls.Call) -> cst.Call:
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"
 _OF_SHARDED: Final = "torch.distributed.optim"
-_STEPWISE: Final = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta")
-"""Optimizers of torch that treat each element for itself."""
 _TWO_VALUES: Final = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
 """Those that keep two values for each element."""
 _WHOLE_STATE: Final = re.compile(r"(?P<name>[\w.\[\]'\"]+)\.(?P<use>state_dict|load_state_dict|state|share_memory)\b")
@@ -197,7 +184,7 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     for one in steppers:
         if one.type_name == _SHARDED:
             raise Unfit(f"`{one.path}` shares its state among the processes already")
-        if one.type_name not in _STEPWISE or not one.home.startswith("torch.optim."):
+        if one.type_name not in ELEMENTWISE or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, which is not known to treat each element for itself")
     if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
         raise Unfit("the parameters are of several types, which ZeroRedundancyOptimizer does not take")
@@ -234,8 +221,11 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     names = {one.path for one in code.steppers}
     for loop in (one for one in code.loops if one.in_failing_run):
         names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
-    found = _class_calls.find(cells, *_STEPWISE)
-    found = tuple(one for one in found if _is_of_torch(one, cells) and (not names or one.target in names))
+    found = _class_calls.find(cells, *ELEMENTWISE)
+    # A cell may take ``optim`` from a cell that is not known.
+    homes = {one: import_lines.qualified_name(cells, _class_calls.code_of(one.node.func)) for one in found}
+    found = tuple(one for one, home in homes.items() if home.removeprefix("torch.") == f"optim.{one.name}")
+    found = tuple(one for one in found if not names or one.target in names)
     if not found:
         raise Unfit("no cell makes the optimizer from a class of torch under the name that it is stepped by")
     targets = {one.target for one in found if one.target}
@@ -246,12 +236,6 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
     shared = {one: _within(one, name) for one in found}
     return _class_calls.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)])
-
-
-def _is_of_torch(one: _class_calls.Call, cells: Cells) -> bool:
-    # A cell may take ``optim`` from a cell that is not known.
-    name = import_lines.qualified_name(cells, _class_calls.code_of(one.node.func))
-    return name.removeprefix("torch.") == f"optim.{one.name}"
 
 
 def _within(one: _class_calls.Call, name: str) -> cst.Call:
@@ -304,7 +288,7 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 def _model(evidence: Evidence) -> ModelFacts:
     """Return the one model that DDP wraps, with its repeated blocks."""
-    paths = {one.path for one in evidence.code.replicas if one.type_name == DDP}
+    paths = {one.path for one in wrapped(evidence)}
     found = [one for one in evidence.code.models if one.path in paths]
     if len(found) != 1:
         raise Unfit("there is not one model, known by its name, that DDP wraps")
@@ -341,8 +325,9 @@ def _sharded(cells: Cells, one: _class_calls.Call, model: ModelFacts) -> Patch |
     block = rewriting.fresh_name("block", cells)
     text = _class_calls.code_of(one.node.args[0].value)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
-    for path in _outermost(model):
-        lines += [f"for {block} in {path}:", f"    {shard}({block})"]
+    outermost = (path for path in model.blocks if not any(path.startswith(f"{one}.") for one in model.blocks))
+    for path in outermost:  # without the wrapper, whose own name is the model's then
+        lines += [f"for {block} in {layer(model, path.partition('.')[2])}:", f"    {shard}({block})"]
     new = list(rewriting.statements("\n".join([*lines, f"{shard}({model.path})"]) + "\n", one.parsed))
     old = cst.ensure_type(one.statement, cst.SimpleStatementLine)
     new[0] = new[0].with_changes(leading_lines=old.leading_lines)
@@ -351,18 +336,6 @@ def _sharded(cells: Cells, one: _class_calls.Call, model: ModelFacts) -> Patch |
     module = rewriting.replace(one.parsed.module, old, new)
     module = import_lines.insert_at_top(one.parsed, module, [import_lines.source_of(_HOME, _SHARD, shard)])
     return rewriting.join(cells, [_class_calls.advised(one.cell, one.parsed, module)])
-
-
-def _outermost(model: ModelFacts) -> Iterator[str]:
-    """Yield the expressions for the containers of repeated blocks that stand in no other one."""
-    kept: list[str] = []
-    for path in model.blocks:
-        if not any(path.startswith(f"{outer}.") for outer in kept):
-            kept.append(path)
-            expression = model.path
-            for name in path.split(".")[1:]:
-                expression = child_path(expression, name)
-            yield expression
 
 
 FIXES: Final = (

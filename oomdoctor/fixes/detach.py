@@ -21,7 +21,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._terms import Unfit, need, proposing, refusing, sites_of
+from oomdoctor.fixes._step_lines import preceded
+from oomdoctor.fixes._terms import Unfit, hangs_on, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -98,11 +99,9 @@ def _either(names: Iterable[str]) -> str:
 
 def _keeps(holding: Holding, name: str) -> bool:
     """Whether the census found graphs that hang on ``name``, a global or a local one."""
-    path = holding.path.removeprefix("local `")
-    if not path.startswith(name) or path[len(name) :][:1] not in {"", "[", "`", " "}:
-        return False
     # What the failing cell or its frames bound themselves counts as of the step at hand, also a sum over many steps.
-    return holding.role is Role.GRAPH_KEPT_ALIVE or (holding.role is Role.ACTIVATION and path.endswith("→ graph"))
+    is_graph = holding.role is Role.ACTIVATION and holding.path.endswith("→ graph")
+    return hangs_on(holding, name) and (is_graph or holding.role is Role.GRAPH_KEPT_ALIVE)
 
 
 @refusing
@@ -260,9 +259,7 @@ def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
 
 def _in_module(parsed: rewriting.ParsedCell, feeding: cst.SimpleStatementLine, names: tuple[str, ...]) -> cst.Module:
     new = "".join(f"if {name} is not None:\n    {_detached((name,))}\n" for name in names)
-    first, *rest = rewriting.statements(new, parsed)
-    first = first.with_changes(leading_lines=feeding.leading_lines)
-    return rewriting.replace(parsed.module, feeding, [first, *rest, feeding.with_changes(leading_lines=())])
+    return rewriting.replace(parsed.module, feeding, preceded(feeding, new, parsed))
 
 
 def _in_loop(

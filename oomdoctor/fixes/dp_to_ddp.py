@@ -20,7 +20,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _class_calls, ddp_memory
-from oomdoctor.fixes._class_calls import with_keyword
+from oomdoctor.fixes._class_calls import keyword_text, with_keyword
+from oomdoctor.fixes._step_lines import preceded
 from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
@@ -101,18 +102,13 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         program.share_out(loaders[path])
     program.name_no_device()
     for loop, path in wanted.items():
-        if _shuffle(loaders[path]) != "False":
+        if keyword_text(loaders[path].node, "shuffle") not in (None, "False"):
             program.tell_epoch(loop)
     return program.started(processes)
 
 
 _PLACES: Final = ("dataset", "batch_size")
 """What stands first without its keyword. Source: ``DataLoader.__init__``."""
-
-
-def _shuffle(loader: _class_calls.Call) -> str:
-    given = _class_calls.keyword(loader.node, "shuffle")
-    return "False" if given is None else _class_calls.code_of(given)
 
 
 class _Program:
@@ -168,11 +164,11 @@ class _Program:
         data, size = (given[name].value for name in _PLACES)
         if not isinstance(data, cst.Name | cst.Attribute):
             raise Unfit(f"{one.where} makes the data set within the call: give it a name first")
-        text, told, nodes = _class_calls.code_of(size), _shuffle(one), self._nodes[one.cell.number]
+        text, told, nodes = _class_calls.code_of(size), keyword_text(one.node, "shuffle"), self._nodes[one.cell.number]
         if not isinstance(size, cst.Name | cst.Attribute | cst.Integer):
             raise Unfit(f"`{text}` of {one.where} is no plain number of samples")
         sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
-        made = f"{sampler}({_class_calls.code_of(data)}{'' if told == 'True' else f', shuffle={told}'})"
+        made = f"{sampler}({_class_calls.code_of(data)}{'' if told == 'True' else f', shuffle={told or False}'})"
         nodes[size] = cst.parse_expression(f"{text} // {self._dist}.get_world_size()")
         if (shuffle := given.get("shuffle")) is not None:
             nodes[shuffle] = shuffle.with_changes(keyword=cst.Name("sampler"), value=cst.parse_expression(made))
@@ -191,9 +187,7 @@ class _Program:
         parsed = need(rewriting.read(self._cells.get(loop.cell).source))
         old = need(rewriting.loop_at(parsed, loop.line), f"{loop.where} is not a loop that can be rewritten")
         line = f"{loop.loader}.sampler.set_epoch({loop.loader}.sampler.epoch + 1)\n"
-        (told,) = rewriting.statements(line, parsed)
-        told = told.with_changes(leading_lines=old.leading_lines)
-        self._nodes[loop.cell][old] = [told, old.with_changes(leading_lines=())]
+        self._nodes[loop.cell][old] = preceded(old, line, parsed)
 
     def started(self, processes: str) -> Patch | Refused:
         """Return all changes, with the process group entered before anything is put on a device."""

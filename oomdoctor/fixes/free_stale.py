@@ -11,14 +11,14 @@ made by itself. There is no live form: the names are to be free when the cell is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._terms import Unfit, need, proposing, refusing, sites_of
+from oomdoctor.fixes._step_lines import preceded
+from oomdoctor.fixes._terms import Unfit, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -40,7 +40,6 @@ from oomdoctor.program.names import FirstUse, first_assignments, first_uses, nam
 _HEAVY: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER})
 _ROLES: Final = frozenset({*LASTING, Role.BUFFER})
 _NOTHING: Final = "no old model or optimizer that could be let go of is bound while the failing cell builds a new one"
-_ROOT: Final = re.compile(r"[^\W\d]\w*")
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -63,7 +62,8 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     weights = {id(one) for name in rebound for one in _weights(heavy[name])}
     for kind in (Kind.OPTIMIZER, Kind.SCHEDULER):
         for name, value in heavy.items():
-            if kind_of(type(value)) is kind and name not in named and _belongs(value, weights):
+            own = {id(one) for one in _weights(value)} if kind_of(type(value)) is kind else set[int]()
+            if own and own <= weights and name not in named:  # it steps parameters of the old models alone
                 if name in read:
                     return ()  # the cell uses what keeps the old one alive
                 named.append(name)
@@ -95,12 +95,6 @@ def _weights(value: Any) -> list[Any]:
     return _weights(inner) if kind_of(type(inner)) is Kind.OPTIMIZER else []
 
 
-def _belongs(value: Any, weights: set[int]) -> bool:
-    """Whether an optimizer, or the one of a scheduler, steps parameters of ``weights`` alone."""
-    own = {id(one) for one in _weights(value)}
-    return bool(own) and own <= weights
-
-
 def _is_held_elsewhere(weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
     """Whether another name leads to one of the parameters."""
     others = [(Root(name), value) for name, value in namespace.items() if is_users(name) and name not in names]
@@ -115,11 +109,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it, by name, where the census found what the old objects hold."""
     sites = sites_of(evidence, "free_stale", _NOTHING)
     names = [one.names[0] for one in sites]
-    held = sum(
-        one.bytes
-        for one in evidence.census.holdings
-        if one.role in _ROLES and (root := _ROOT.match(one.path)) is not None and root[0] in names
-    )
+    held = sum(one.bytes for one in evidence.census.holdings if one.role in _ROLES and root_of(one.path) in names)
     if not held:
         raise Unfit(f"the census found no parameters or optimizer state on the device that {_listed(names)} holds")
     unbound = [one.names[0] for one in sites if one.kind == "left"]
@@ -152,10 +142,8 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         raise Unfit(f"no statement of {cell} that binds {_listed(names)} was found")
     if any(one.text.endswith("= None") for one in sites):
         raise Unfit(f"{_listed(names)} are set to None already")
-    text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()\n"
-    added = rewriting.statements(text, parsed)
-    lead = added[0].with_changes(leading_lines=first.leading_lines)
-    module = rewriting.replace(parsed.module, first, [lead, *added[1:], first.with_changes(leading_lines=())])
+    text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
+    module = rewriting.replace(parsed.module, first, preceded(first, text, parsed))
     module = import_lines.insert_at_top(parsed, module, ["import gc"])
     return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
 

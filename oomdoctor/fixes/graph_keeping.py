@@ -29,6 +29,8 @@ from typing import Any, Final
 
 import libcst as cst
 
+from oomdoctor.fixes._class_calls import keyword
+from oomdoctor.fixes._step_lines import under
 from oomdoctor.fixes._terms import Unfit, found_or_asked, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
@@ -141,14 +143,10 @@ def _patch_drop(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
         return {
             node: without_keyword(node, _DROPS)
             for node in calls
-            if isinstance(node, cst.Call) and _gives_argument(node)
+            if isinstance(node, cst.Call) and keyword(node, _DROPS) is not None
         }
 
     return rewriting.at_sites(cells, dropped, change)
-
-
-def _gives_argument(call: cst.Call) -> bool:
-    return any(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
 
 
 _NO_PLACE: Final = (
@@ -297,7 +295,7 @@ def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> c
         for is_wrapped, group in groupby(block, key=lambda node: any(node is one for one in wrapped)):
             if is_wrapped:
                 first, *rest = group
-                changes |= {first: [_under_no_grad([first, *rest], name)], **dict.fromkeys(rest, ())}
+                changes |= {first: [under(parsed, f"{name}.no_grad()", [first, *rest])], **dict.fromkeys(rest, ())}
     return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
 
@@ -307,17 +305,6 @@ def _starting_at(parsed: rewriting.ParsedCell, line: int, text: str) -> rewritin
     found = next((node for node in path if parsed.positions[node].start.line == line), None)
     is_block = re.match(r"(?:async |for |while |if |with |try:|def )", text) is not None
     return found if is_block == isinstance(found, cst.BaseCompoundStatement) else None
-
-
-def _under_no_grad(group: Sequence[rewriting.Statement], torch: str) -> cst.With:
-    """Return the statements in a ``with``, which takes the comments and blank lines before the first."""
-    first = group[0]
-    body = [first.with_changes(leading_lines=()), *group[1:]]
-    return cst.With(
-        items=[cst.WithItem(cst.parse_expression(f"{torch}.no_grad()"))],
-        body=cst.IndentedBlock(body),
-        leading_lines=first.leading_lines,
-    )
 
 
 FIXES: Final = (

@@ -164,7 +164,8 @@ def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: 
 def _followed(place: EditPlace, name: str) -> list[cst.Call]:
     """Follow the checkpoint and its parts by their names to the calls that they go into."""
     since = place.parsed.positions
-    later = [node for node in _below(place.scope) if node in since and since[node].start.line > place.line]
+    nodes = within(place.scope, cst.CSTNode)  # type: ignore[type-abstract]
+    later = [node for node in nodes if node in since and since[node].start.line > place.line]
     labels = {id(one.attr) for one in later if isinstance(one, cst.Attribute)}
     labels |= {id(one.keyword) for one in later if isinstance(one, cst.Arg) and one.keyword is not None}
     known, into, fine = {name}, dict[int, cst.Call](), set(labels)
@@ -187,12 +188,6 @@ def _followed(place: EditPlace, name: str) -> list[cst.Call]:
                 line = since[node].start.line
                 raise Unfit(f"line {line} of {place.cell} uses what is loaded beside load_state_dict")
     return need(list(into.values()) or None, "what is loaded goes into no load_state_dict")
-
-
-def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for child in node.children:
-        yield child
-        yield from _below(child)
 
 
 _LOADS: Final = frozenset({"np.load", "numpy.load"})

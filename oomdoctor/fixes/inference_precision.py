@@ -225,11 +225,7 @@ def _written(
     line_of: Callable[[str], str],
     change: Callable[[cst.Call, Site], dict[cst.CSTNode, rewriting.New]],
 ) -> Patch | Refused:
-    """Return the cells with these calls changed, and a line for each model in the failing cell before it is run.
-
-    Args:
-        line_of: the line for the model of a path.
-    """
+    """Return the cells with these calls changed, and a line for each model in the failing cell before it is run."""
     edits, failing = [], cells.failing.number
     for number in sorted({failing, *(one.cell for one in found)}):
         parsed = need(rewriting.read(cells.get(number).source))

@@ -26,7 +26,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
-from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing, root_of
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
@@ -40,7 +40,6 @@ from oomdoctor.program.book import Book, Page, Place
 from oomdoctor.program.replay import exchanged
 
 _WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
-_ROOT: Final = re.compile(r"[^\W\d]\w*")
 _SLOWER, _WITHOUT = 1.1, 1.5
 """Time of a step whose data come later, and without any workers, as ratios. Round figures, not measured."""
 
@@ -186,19 +185,13 @@ def _in_use(incident: Incident, evidence: Evidence) -> tuple[LoaderFacts, ...]:
     known = [loader for loader in evidence.code.loaders if loader.num_workers]
     if not known:
         raise Unfit("no loader that the notebook has a name for has worker processes")
-    loops = [(_root_of(loop.loader), loop) for loop in evidence.code.loops if loop.in_failing_run]
-    iterated = {_root_of(dict(loop.stands_for).get(name, name)) for name, loop in loops}
-    roots = {_root_of(name) for name, _ in _workers(evidence) if name} or iterated
-    found = tuple(loader for loader in known if _root_of(loader.path) in roots)
+    loops = [(root_of(loop.loader), loop) for loop in evidence.code.loops if loop.in_failing_run]
+    iterated = {root_of(dict(loop.stands_for).get(name, name)) for name, loop in loops}
+    roots = {root_of(name) for name, _ in _workers(evidence) if name} or iterated
+    found = tuple(loader for loader in known if root_of(loader.path) in roots)
     if not found and len(known) > 1:
         raise Unfit("which of the loaders was in use is not known")
     return found or tuple(known)
-
-
-def _root_of(path: str) -> str:
-    """Return the name that an expression begins with."""
-    match = _ROOT.match(path)
-    return match[0] if match else path
 
 
 def _workers(evidence: Evidence) -> tuple[tuple[str | None, HostProcess], ...]:
@@ -209,11 +202,7 @@ def _workers(evidence: Evidence) -> tuple[tuple[str | None, HostProcess], ...]:
 
 
 def _uss(evidence: Evidence, loader: LoaderFacts, alone: bool) -> tuple[int, ...]:
-    """Return what each of a loader's workers would free if it ended, in bytes.
-
-    Args:
-        alone: no other loader is in use, so that workers without a name are of this one.
-    """
+    """Return what each worker would free if it ended, in bytes; those without a name are a loader's ``alone``."""
     mine = [child for name, child in _workers(evidence) if name == loader.path or (name is None and alone)]
     return tuple(child.uss for child in mine if isinstance(child.uss, int))
 
@@ -279,7 +268,7 @@ def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch 
                 where = f"line {call.lineno} of {place.page.cell}"
                 raise Unfit(f"{where} unpacks the settings of a loader from something that may hold this one already")
             wanted.append((place.page, call, partial(_with, settings=settings)))
-        bound = book.binding(_root_of(loader.path), end)
+        bound = book.binding(root_of(loader.path), end)
         if bound is not None and bound[1].page is not book.failing:  # a loader guards some of its attributes
             anew = {"_iterator": None} if loader.persistent or without_workers else {}
             told = ", ".join(f"{name}={least!r}" for name, least in (held | anew).items())

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._terms import Unfit, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, hangs_on, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
@@ -84,11 +83,7 @@ class _Uses:
         return [node for node in own_nodes(self._scope.body) if isinstance(node, ast.stmt) and _fills(node, name)]
 
     def follow(self, name: str) -> None:
-        """Check what is made of a collection, and of those that are combined with it.
-
-        Raises:
-            Unfit: it cannot be in host memory.
-        """
+        """Raise ``Unfit`` where a collection, or one that is combined with it, cannot be in host memory."""
         self.moved.append(name)
         own = parameters_of(self._scope.function) if self._scope.function is not None else set()
         if name in own or name not in stored(own_nodes(self._scope.body)):
@@ -228,7 +223,9 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         raise Unfit(f"the tensors of `{first.names[0]}` are in host memory already")
     found = _gathers(evidence)
     (name,) = found[0].names
-    held = sum(one.bytes for one in evidence.census.holdings if _is_of(one, name) and not one.path.endswith("→ graph"))
+    held = sum(
+        one.bytes for one in evidence.census.holdings if hangs_on(one, name) and not one.path.endswith("→ graph")
+    )
     if not held:
         raise Unfit(f"the census found nothing on {device.name} that `{name}` holds")
     yield Proposal(
@@ -246,11 +243,6 @@ def _gathers(evidence: Evidence) -> tuple[Site, ...]:
     return found
 
 
-def _is_of(holding: Holding, name: str) -> bool:
-    path = holding.path.removeprefix("local `")
-    return path.startswith(name) and path[len(name) :][:1] in {"", "[", "`", " "}
-
-
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Move what is collected to host memory, and what is compared with it."""
@@ -259,17 +251,14 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     found = _gathers(evidence)
     detached = {(one.cell, one.line) for one in evidence.code.sites.get("detach_history", ())}
     for one in found:
-        if (one.cell, one.line) not in detached and _has_graph(evidence, one.names[0]):
+        holdings = (held for held in evidence.census.holdings if hangs_on(held, one.names[0]))
+        if (one.cell, one.line) not in detached and any(held.path.endswith("→ graph") for held in holdings):
             raise Unfit(f"`{one.names[0]}` keeps the autograd graph of what it holds, which would stay on the device")
 
     def call(one: Site) -> str:
         return ".detach().cpu()" if (one.cell, one.line) in detached else ".cpu()"
 
     return kept_otherwise(cells, found, call, "collects more than one tensor: move each of them")
-
-
-def _has_graph(evidence: Evidence, name: str) -> bool:
-    return any(_is_of(one, name) and one.path.endswith("→ graph") for one in evidence.census.holdings)
 
 
 FIX: Final = Fix(

@@ -110,7 +110,7 @@ class _Early:
 
     def begin(self, undo: ExitStack) -> None:
         """Set the hooks and stand before ``step``."""
-        for weight in _weights(self.optimizer):
+        for weight in weights_of(self.optimizer):
             if weight.requires_grad:
                 handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
                 undo.callback(_take_off, weight, handle)
@@ -176,7 +176,7 @@ def _check(session: Session) -> None:
             raise OomDoctorError(f"`{path}` is a {cls.__name__}, which is not known to step each parameter by itself")
         if optimizer._optimizer_step_pre_hooks:
             raise OomDoctorError(f"`{path}` has hooks of its own before its step")
-        for weight in _weights(optimizer):
+        for weight in weights_of(optimizer):
             if id(weight) in seen:
                 raise OomDoctorError(f"`{path}` steps a parameter that another optimizer steps as well")
             seen.add(id(weight))
@@ -191,13 +191,14 @@ def _check(session: Session) -> None:
             raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
 
 
-def _weights(optimizer: Any) -> list[Any]:
+def weights_of(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer steps."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _in_order(optimizer: Any) -> None:
     """Put the states of the parameters in the order of these, in which a step makes them."""
-    for weight in _weights(optimizer):
+    for weight in weights_of(optimizer):
         if weight in optimizer.state:
             optimizer.state[weight] = optimizer.state.pop(weight)
 

@@ -28,6 +28,7 @@ import libcst.matchers as m
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
 from oomdoctor.fixes._terms import Unfit, proposing, refusing, sites_of
+from oomdoctor.fixes.optimizer_in_backward import weights_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -109,13 +110,10 @@ def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     if not found:
         raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
     told = {one: _class_calls.with_keyword(one.node, "foreach", "False") for one in found}
-    live = {one: _told_now(facts.path) for one, facts in found.items() if one.is_live(cells)}
+    # A comprehension leaves no name behind.
+    lines = "{0}.defaults.update(foreach=False)", "[group.update(foreach=False) for group in {0}.param_groups]"
+    live = {one: [line.format(facts.path) for line in lines] for one, facts in found.items() if one.is_live(cells)}
     return _class_calls.exchanged(cells, told, live=live)
-
-
-def _told_now(path: str) -> tuple[str, str]:
-    groups = f"[group.update(foreach=False) for group in {path}.param_groups]"  # a comprehension leaves no name behind
-    return f"{path}.defaults.update(foreach=False)", groups
 
 
 def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -152,11 +150,7 @@ def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @contextmanager
 def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
-    """Watch that each parameter which had a gradient has one again in every further step of its optimizer.
-
-    Raises:
-        OomDoctorError: in the step, where one has none.
-    """
+    """Watch that each parameter which had a gradient has one again in every further step of its optimizer."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     had: dict[int, ref[Any]] = {}
@@ -172,21 +166,17 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        note(_weights(optimizer))
+        note(weights_of(optimizer))
 
     for _, module in session.modules:
         note(module.parameters())
     for _, optimizer in session.optimizers:
-        note(_weights(optimizer))
+        note(weights_of(optimizer))
     handle = register_optimizer_step_pre_hook(before_step)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _weights(optimizer: Any) -> list[Any]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 @refusing

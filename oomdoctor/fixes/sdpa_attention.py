@@ -56,7 +56,6 @@ _AROUND: Final = 6
 _FRAME: Final = re.compile(r"softmax|attention|attn", re.IGNORECASE)
 _NO_PLACE: Final = "no attention that writes out its scores was found in what the failing cell runs"
 
-
 WRITTEN: Final = "written out"
 ASKED: Final = "asked for"
 DROPS: Final = "drops weights"
@@ -144,11 +143,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 @contextmanager
 def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Refuse attention that the changed cell has and no fused kernel can take, or takes otherwise.
-
-    Raises:
-        OomDoctorError: from the attention.
-    """
+    """Refuse attention that the changed cell has and no fused kernel can take, or takes otherwise."""
     from oomdoctor.fixes._forward import Checked
 
     with Checked():
