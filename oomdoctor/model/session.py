@@ -135,11 +135,7 @@ class Cells:
         )
 
     def get(self, number: int) -> Cell:
-        """Return the cell with this execution count.
-
-        Raises:
-            KeyError: no such cell was run.
-        """
+        """Return the cell with this execution count; ``KeyError`` where no such cell was run."""
         for cell in self.history:
             if cell.number == number:
                 return cell

@@ -92,17 +92,15 @@ _FUNCTIONS: Final[dict[str, _Pairs]] = {
     ),
 }
 """What one function tells and another one sets, by their module, with the arguments that both take first."""
-_ATTRIBUTES: Final = tuple(
-    ("torch", path)
-    for path in (
-        *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic"),
-        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-        *("backends.cuda.matmul.allow_fp16_accumulation", "backends.opt_einsum.enabled"),
-        *("backends.mha._is_fastpath_enabled", "__future__._overwrite_module_params_on_conversion"),
-        "__future__._swap_module_params_on_conversion",
-    )
+_ATTRIBUTES: Final = (
+    *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    *("backends.cuda.matmul.allow_fp16_accumulation", "backends.opt_einsum.enabled"),
+    *("backends.mha._is_fastpath_enabled", "__future__._overwrite_module_params_on_conversion"),
+    "__future__._swap_module_params_on_conversion",
 )
+"""Of torch."""
 _CONTENTS: Final = (
     ("gc", "callbacks"),
     ("torch._tensor_str", "PRINT_OPTS.__dict__"),
@@ -144,10 +142,10 @@ def _by_functions(module: str, get: str, set_: str, *given: str) -> Iterator[Set
         yield Setting(name, partial(read, *given), partial(_put_by, partial(put, *given)), module == "torch")
 
 
-def _by_attribute(module: str, path: str) -> Iterator[Setting]:
+def _by_attribute(path: str) -> Iterator[Setting]:
     inner, _, name = path.rpartition(".")
-    if (owner := _within(module, inner)) is not GONE:
-        yield Setting(f"{module}.{path}", partial(getattr, owner, name), partial(setattr, owner, name), True)
+    if (owner := _within("torch", inner)) is not GONE:
+        yield Setting(f"torch.{path}", partial(getattr, owner, name), partial(setattr, owner, name), True)
 
 
 def _by_contents(module: str, path: str) -> Iterator[Setting]:
@@ -250,7 +248,7 @@ def of_libraries() -> list[Setting]:
     here = len(sys.modules), next(reversed(sys.modules)), shell
     if here != _known_with:
         found = [one for name, pairs in _FUNCTIONS.items() for pair in pairs for one in _by_functions(name, *pair)]
-        found += [one for name, path in _ATTRIBUTES for one in _by_attribute(name, path)]
+        found += [one for path in _ATTRIBUTES for one in _by_attribute(path)]
         hooks = [
             (name, path) for name in _HOOKED for path in vars(sys.modules.get(name, builtins)) if path[:8] == "_global_"
         ]

@@ -297,7 +297,9 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
     elif is_lock(cls):
         shape.add(Reached(held, path, LOCKED))
     elif cls is MappingProxyType:
-        _hold_shown(shape, value, path, depth)
+        for item in get_referents(value):  # the dict that it shows to be read, but for that of a class
+            if type(item) is dict and "__module__" not in item:
+                shape.hold(item, path, depth - 1)
     elif cls is Logger:  # put back, as far as a cell changes it, whether it has a name or not
         return
     elif any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls)):  # holds the namespace itself
@@ -319,13 +321,6 @@ def _note_foreign(shape: Shape, value: Any, path: str, held: Any, depth: int) ->
             _note_parts(shape, value, path, held, depth, STATE)
         elif is_closed(value):
             shape.add(Reached(held, path, CLOSED))
-
-
-def _hold_shown(shape: Shape, value: Any, path: str, depth: int) -> None:
-    """Hold the dict that another object shows to be read, but for that of a class."""
-    for item in get_referents(value):
-        if type(item) is dict and "__module__" not in item:
-            shape.hold(item, path, depth - 1)
 
 
 def _note_callable(shape: Shape, value: Any, path: str, held: Any, depth: int) -> None:

@@ -145,7 +145,7 @@ def shares(value: Any) -> bool:
             kind = type(one)
             if issubclass(kind, ReferenceType) or _is_users_own(one):
                 return True
-            if not _is_end(one):
+            if not issubclass(kind, (ModuleType, type, FunctionType)):  # those are a library's, and everybody's
                 inner.append(one)
                 if kind in (dict, list, set):
                     containers.append(one)
@@ -172,20 +172,11 @@ def _is_users_own(value: Any) -> bool:
     return not is_installed(value.__name__ if issubclass(type(value), ModuleType) else module_of(type(value)))
 
 
-def _is_end(value: Any) -> bool:
-    """Return whether what a value leads to is not followed: it is a library's, and everybody's."""
-    return issubclass(type(value), (ModuleType, type, FunctionType))
-
-
 def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: frozenset[str]) -> set[str]:
     """Return those of ``unread`` that code mentions which something beside the namespace holds: a hook of a library's.
 
     Goes through all objects of the process, so it is for after a failure. What widgets call runs between cells: a cell
-    that runs it itself mentions the widget, or awaits.
-
-    Args:
-        namespace: the globals of the functions.
-        snapshots: what of ours holds functions. unread: names.
+    that runs it itself mentions the widget, or awaits. ``snapshots`` hold functions as well, and are ours.
     """
     functions = [one for one in gc.get_referrers(namespace) if type(one) is FunctionType]
     named = (value for name, value in namespace.items() if is_users(name) or name == "Out")

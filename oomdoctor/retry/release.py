@@ -121,11 +121,7 @@ def _build(places: list[tuple[CodeType, int]], made: list[TracebackType]) -> Non
 
 
 def empty_frame(filename: str, line: int, names: dict[str, Any], **renamed: Any) -> tuple[FrameType, int]:
-    """Return a frame that has raised on a line of a file, and its last instruction.
-
-    Args:
-        names: its globals. renamed: what its code is called.
-    """
+    """Return a frame with these globals that has raised on a line of a file, and its last instruction."""
     stub = compile("\n" * (line - 1) + "raise RuntimeError", filename, "exec").replace(**renamed)
     try:
         exec(stub, names)

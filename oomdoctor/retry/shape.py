@@ -58,8 +58,6 @@ _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _SHELLS: Final = ("_ih", "_oh", "_dh", "In", "Out")
 """Names of what IPython keeps itself: inputs, outputs and folders."""
-
-
 _FIRST: Final = {Kind.MODULE: 0, Kind.TENSOR: 1}
 _alive: Final[WeakSet[Shape]] = WeakSet()
 
@@ -102,7 +100,7 @@ class Shape:
         self.codes: list[tuple[CodeType, dict[str, Any]]] = []
         self.unknown: list[str] = []
         self.unbegun: list[Unbegun] = []
-        self.allowance = Allowance(lambda path: _may_write(source, path))
+        self.allowance = Allowance(lambda path: last_name(path) in written_names(source) | given_names(source))
         self.bindings: dict[str, Any] = {}
         self.names = list(namespace)
         self._namespace, self._mentioned = namespace, set[str]()
@@ -294,12 +292,6 @@ class Shape:
         elif not recipe.is_long and type(value) not in _REMADE and not _is_named_tuple(type(value)):
             recipe.original = weak(value)
         return recipe
-
-
-def _may_write(source: str, path: str) -> bool:
-    """Return whether a cell's text writes into what a path leads to, told by its last name."""
-    name = last_name(path)
-    return name in written_names(source) or name in given_names(source)
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:

@@ -99,8 +99,7 @@ class Snapshot:
     def before_forward(self, module: Any) -> None:
         """Copy buffers and gradients, before the first forward of the cell, and let go of the gradients.
 
-        Args:
-            module: the one that is called. Tensors of the user's may have become its buffers since the cell began.
+        Tensors of the user's may have become buffers of the module since the cell began.
         """
         parts = (part for _, part in submodules(module))
         self.vault.before_forward([one for part in parts for _, one in registered(part, "_buffers") if one is not None])
@@ -125,11 +124,7 @@ class Snapshot:
             )
 
     def widen(self, texts: Iterable[str]) -> None:
-        """Look at what other texts get at as well, which run in the place of the cell. The state is that of its start.
-
-        Args:
-            texts: of an attempt.
-        """
+        """Look at what the texts of an attempt get at as well, which run in the place of the cell."""
         self._texts = [*texts]
         source = "\n".join(self._texts)
         if not self._shape.is_everything:
@@ -169,11 +164,7 @@ class Snapshot:
         return next((one.name for one in later._settings.chosen() if one.is_torchs), None)
 
     def check_left(self, names: frozenset[str]) -> None:
-        """Refuse to go on with names that later cells have bound since.
-
-        Raises:
-            StateError: with the first of them.
-        """
+        """Raise ``StateError`` for names that later cells have bound since."""
         if later := sorted(names & self._left):
             raise StateError(f"`{later[0]}` was bound by a later cell, and the change needs what it was before")
 

@@ -214,11 +214,7 @@ class Transaction:
         self._held |= self._snapshot.kept_by_name(bound - bound_names(self.source))
 
     def recompile(self, edits: Iterable[Edit]) -> None:
-        """Have modules of the user's own run as an attempt has them, until the state is restored.
-
-        Raises:
-            StateError: a module cannot follow its change.
-        """
+        """Have modules of the user's own run as an attempt has them, until the state is restored."""
         self._modules += map(put_in_place, edits)
 
     def _take_modules_back(self) -> None:

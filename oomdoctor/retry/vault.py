@@ -279,12 +279,8 @@ class TensorVault:
     @property
     def bytes_to_copy(self) -> int:
         """Size of what is watched and alive and has no copy."""
-        alive = [
-            tensor
-            for watched in self._watched.values()
-            if watched.copy is None and (tensor := watched.ref()) is not None
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in alive)
+        uncopied = (watched.ref() for watched in self._watched.values() if watched.copy is None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in uncopied if tensor is not None)
 
     def changed(self) -> Iterator[str]:
         """Yield what was done to living tensors: ``written `x```."""

@@ -48,14 +48,14 @@ def complete(facts: Facts) -> Facts:
     incident |= _contradiction(incident)
     if incident.get("device") is not None:
         incident["on_host"] = incident["device"] == _HOST
-    unused = _minus(incident, "reserved", "allocated")
+    unused = _unused(incident)
     incident["unused"] = unused and max(unused, 0)
     incident["elsewhere"] = _elsewhere(incident)
     incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
     incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
     incident["elsewhere_ratio"] = _share(incident["elsewhere"], incident.get("total"))
     host |= _of_program(host)
-    device["unused"] = _minus(device, "reserved", "allocated")
+    device["unused"] = _unused(device)
     device["elsewhere"] = _elsewhere(device)
     device["elsewhere_ratio"] = _share(device["elsewhere"], device.get("total"))
     device |= _card(incident, device)
@@ -192,9 +192,9 @@ def _number(value: Fact) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _minus(facts: Mapping[str, Fact], name: str, other: str) -> float | None:
-    left, right = _number(facts.get(name)), _number(facts.get(other))
-    return None if left is None or right is None else left - right
+def _unused(facts: Mapping[str, Fact]) -> float | None:
+    reserved, allocated = _number(facts.get("reserved")), _number(facts.get("allocated"))
+    return None if reserved is None or allocated is None else reserved - allocated
 
 
 def _share(part: Fact, whole: Fact) -> float | None:

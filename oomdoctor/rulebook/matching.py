@@ -92,12 +92,7 @@ class RuleBook:
         raise UsageError(f"there is no rule {rule_id!r}: {hint}")
 
     def match(self, incident: Incident, evidence: Evidence | None) -> tuple[Finding, ...]:
-        """Return what the rules find, the most likely first; nothing for a failure that is no OOM.
-
-        Args:
-            incident: what happened.
-            evidence: what was found, None where there is only text.
-        """
+        """Return what the rules find, the most likely first; nothing for a failure that is no OOM."""
         if not incident.is_oom:
             return ()
         facts = facts_of(incident, evidence)

@@ -202,10 +202,6 @@ def _fact(path: str, value: Any) -> Fact:
     return cast("Fact", value)
 
 
-def _several(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
-
-
 def _refuse_twins(given: list[str]) -> None:
     twin = next((one for at, one in enumerate(given) if one in given[:at]), None)
     if twin is not None:
@@ -214,6 +210,7 @@ def _refuse_twins(given: list[str]) -> None:
 
 _Text: TypeAlias = Annotated[str, Field(min_length=1, strict=True), AfterValidator(_printable)]
 _Line: TypeAlias = Annotated[_Text, AfterValidator(_of_one_line)]
+_SEVERAL: Final = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 _Facts: TypeAlias = Annotated[dict[str, dict[str, Any]], _checked(facts_in)]
 
 
@@ -250,7 +247,7 @@ class RuleFile(BaseModel):
     title: _Line
     what: _Text
     why: _Text
-    match: Annotated[list[Annotated[_Text, _checked(compiled)]], BeforeValidator(_several), Field(min_length=1)]
+    match: Annotated[list[Annotated[_Text, _checked(compiled)]], _SEVERAL, Field(min_length=1)]
     confidence: Annotated[float, Field(gt=0, le=1, strict=True)]
     cause: Cause
     because: Annotated[list[Annotated[_Line, _checked(_refuse_sentence)]], Field(min_length=1)]
