@@ -35,7 +35,7 @@ KINDS: Final = {
     "a tensor": (
         "raw = torch.zeros(4, requires_grad=True)", "with torch.no_grad(): raw += 1", "`raw` was written in place",
     ),
-    "a large array": ("import numpy as np\nlarge = np.zeros(20_000)", "large += 1", "`large` is a large array"),
+    "a very large array": ("import numpy as np\nlarge = np.zeros(9_000_000)", "large += 1", "`large` is a large array"),
     "a request": ("class requests:\n    get = staticmethod(print)", "requests.get('http://a')", "requests.get"),
     "a service": ("class wandb:\n    log = staticmethod(print)", "wandb.log({'a': 1})", "wandb.log"),
     "a scalar of a board": ("class SummaryWriter:\n    __getattr__ = lambda *_: print\nboard = SummaryWriter()",
@@ -60,7 +60,7 @@ KINDS: Final = {
         "rows = [0] * 300_000\ndef bump():\n    rows[7] += 1", "bump()", "`rows` has more than 20000",
     ),
     "one item of a very large array": (
-        "import numpy as np\nlarge = np.zeros(1_000_000)", "large[7] += 1", "`large` is a large array",
+        "import numpy as np\nlarge = np.zeros(9_000_000)", "large[7] += 1", "`large` is a large array",
     ),
     "a question": ("input = lambda text: 'y'", "input('go on?')", "input('go on?')"),
 }  # fmt: skip
