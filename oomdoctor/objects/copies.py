@@ -37,8 +37,10 @@ _MOST_COPIED: Final = 1 << 18
 _SUMMED_BYTES: Final = 4 << 20
 """An array of so many bytes is looked at as a whole whatever the cell writes into, a larger one where it may."""
 _MOST_SUMMED_BYTES: Final = 256 << 20
-_MOST_COPIED_BYTES: Final = 64 << 20
-"""How much of arrays is copied before a cell, of those that are looked at as a whole."""
+_MOST_COPIED_BYTES: Final = 8 << 20
+"""How much of larger arrays is copied before a cell, of those that are looked at as a whole."""
+_COPIED_KINDS: Final = frozenset("biufcSUmM")
+"""Sorts of NumPy's dtypes that have no gaps between their fields."""
 _SAMPLES: Final = 4096
 _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
@@ -65,10 +67,9 @@ class Allowance:
 
     def copies_bytes(self, size: int) -> bool:
         """Return whether an array of this many bytes that is looked at as a whole is copied, and count it."""
-        if LIGHT_BYTES < size <= self._bytes_left:
-            self._bytes_left -= size
-            return True
-        return size <= LIGHT_BYTES
+        is_copied = size <= self._bytes_left
+        self._bytes_left -= size * is_copied
+        return is_copied
 
     def sums(self, path: str, size: int) -> bool:
         """Return whether the whole of an array of this many bytes is looked at."""
@@ -190,8 +191,11 @@ class Contents(Memento):
         self._is_summed = not is_array or (
             allowance.sums(path, size) and (size <= _SUMMED_BYTES or value.flags.c_contiguous)
         )
-        has_objects = is_array and value.dtype.hasobject
-        if self._is_summed and not has_objects and allowance.copies_bytes(size):
+        if size <= LIGHT_BYTES:
+            is_copied = not (is_array and value.dtype.hasobject)
+        else:
+            is_copied = self._is_summed and _is_plain(value) and allowance.copies_bytes(size)
+        if is_copied:
             self._copy = value.copy() if is_array else value[:]
         else:
             self._sample = _sample(value, is_whole=self._is_summed)
@@ -216,10 +220,10 @@ class Contents(Memento):
         if value is GONE or self._copy is None:
             return
         if not hasattr(value, "flags"):
-            if bytes(value) != bytes(self._copy):
+            if _bytes(value) != _bytes(self._copy):
                 value[:] = self._copy
         elif _form(value)[:-1] == self._form[:-1]:
-            if value.tobytes() != self._copy.tobytes():
+            if _bytes(value) != _bytes(self._copy):
                 with suppress(ValueError):  # its memory is another's, which has it back by itself
                     value.flags.writeable = True
                 if value.flags.writeable:
@@ -233,8 +237,24 @@ class Contents(Memento):
     def changed(self) -> str | None:
         """Return whether what is copied was written to."""
         value = living(self._held)
-        is_same = value is GONE or self._copy is None or bytes(value) == bytes(self._copy)
+        is_same = value is GONE or self._copy is None or _bytes(value) == _bytes(self._copy)
         return None if is_same else f"changed a {type(value).__name__}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a copy of an array, and what is written to it, is what its memory holds and nothing else."""
+    if not hasattr(value, "flags"):
+        return type(value).__module__ in ("builtins", "array")
+    return _is_own(value) and value.flags.writeable and value.dtype.kind in _COPIED_KINDS
+
+
+def _is_own(array: Any) -> bool:
+    """Return whether an array is of NumPy's own kinds, which show all that they hold."""
+    return type(array).__module__ == "numpy" and type(array).__name__ in ("ndarray", "memmap")
+
+
+def _bytes(value: Any) -> bytes:
+    return bytes(value.tobytes() if hasattr(value, "flags") else value)
 
 
 def _form(value: Any) -> tuple[Any, ...]:
@@ -246,6 +266,11 @@ def _sample(array: Any, *, is_whole: bool) -> bytes:
     """Return a checksum of an array, or some of its contents from its beginning to its end."""
     if not hasattr(array, "flags"):  # no array of numpy's
         return zlib.crc32(array).to_bytes(4)
+    if not _is_own(array):  # what its own methods show may be less
+        cls = next(one for one in type(array).__mro__ if one.__name__ == "ndarray")
+        mask = getattr(array, "_mask", None)
+        masked = _sample(mask, is_whole=is_whole) if type(mask) is cls else b""
+        return _sample(cls.view(array, cls), is_whole=is_whole) + masked
     if is_whole:
         is_in_one_piece = array.flags.c_contiguous and not array.dtype.hasobject
         return zlib.crc32(array.view("u1") if is_in_one_piece else array.tobytes()).to_bytes(4)

@@ -55,6 +55,7 @@ _VALUES: Final = _PLAIN | {float, complex}
 _KEYS: Final = (str, bytes, Number, tuple, frozenset)
 _SET_UP: Final = (Kind.MODULE, Kind.LOADER, Kind.OBJECT)
 _OPAQUE: Final = (Kind.OBJECT, Kind.ITERATOR)
+_MOST_PIXELS: Final = 1 << 20
 _NUMBER: Final = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf")
 
 
@@ -71,6 +72,7 @@ class Leaf:
         is_gradient: it is one, or is made of gradients: a state of an optimizer.
         shape: of a tensor, None for all else.
         is_of_library: it is a plain attribute of an object of a library's.
+        pixels: the entries of a tensor of bytes that is not too large, as pictures are.
     """
 
     exact: str
@@ -81,16 +83,12 @@ class Leaf:
     is_gradient: bool = False
     shape: tuple[int, ...] | None = None
     is_of_library: bool = False
+    pixels: bytes = b""
 
     @property
     def is_tensor(self) -> bool:
         """Whether it is a tensor's, which is told wherever it is met."""
         return self.frame.startswith("torch.")
-
-    @property
-    def is_of_integers(self) -> bool:
-        """Whether it is a tensor of integers."""
-        return self.frame.startswith(("torch.int", "torch.uint"))
 
 
 class Leaves:
@@ -330,9 +328,10 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
         flat = plain.contiguous().reshape(-1)
         exact = _hash(indices + flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else ""
         shape = tuple(tensor.shape)
-        frame = f"{tensor.dtype} {shape}"
-        if not has_numbers or flat.dtype is torch.bool:
-            return Leaf(exact=exact, frame=frame, shape=shape)
+        frame = f"{tensor.dtype} {shape}{f', {_hash(indices)}' * bool(indices)}"
+        if not has_numbers or not flat.is_floating_point():
+            has_pixels = has_numbers and flat.dtype is torch.uint8 and not indices and flat.numel() <= _MOST_PIXELS
+            return Leaf(exact=exact, frame=frame, shape=shape, pixels=flat.numpy().tobytes() if has_pixels else b"")
         values = flat.double()
         numbers, scale = (values, values.abs()) if values.numel() <= _WHOLE else _stretches(values)
     return Leaf(
@@ -346,10 +345,14 @@ def tensor_leaf(tensor: torch.Tensor, *, is_gradient: bool = False, has_numbers:
 
 
 def _stretches(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over stretches of the entries and the roots of those of their squares; and of absolute values."""
+    """Return the sums over stretches of the entries and the roots of those of their squares; and of absolute values.
+
+    Entries count for more the later they stand, so that those in another order have another sum.
+    """
     half = _WHOLE // 2
     padded = torch.nn.functional.pad(values, (0, -values.numel() % half)).view(half, -1)
-    return torch.cat([padded.sum(1), padded.square().sum(1).sqrt()]), padded.abs().sum(1)
+    counts = torch.linspace(0.5, 1.5, padded.shape[1], dtype=padded.dtype)
+    return torch.cat([(padded * counts).sum(1), padded.square().sum(1).sqrt()]), padded.abs().sum(1)
 
 
 def generators() -> Iterator[tuple[str, Leaf]]:

@@ -43,6 +43,8 @@ _ANYWHERE: Final = frozenset(
 _SHOWN: Final = frozenset({"_", "__", "___", "Out", "_oh"})
 """The shell's names for what cells have shown, if they are read."""
 _MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*modules", re.MULTILINE)
+_MAY_WRITE: Final = re.compile("STORE_SUBSCR|STORE_SLICE|CALL|BINARY_OP")
+"""Instructions that may change what a name stands for in place."""
 _WORDS: Final = re.compile(r"\w+")
 _ALONE: Final = re.compile(r"(?<![.\w])\w+")
 _GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
@@ -192,11 +194,13 @@ def given_names(source: str) -> frozenset[str]:
 
 
 def names_written_by(code: CodeType) -> frozenset[str]:
-    """Return the names that a function writes items into: all that it has where its text is not known and it writes."""
+    """Return the names that a function writes items into: all that it has where its text is not known and it may."""
     if text := _text_of(code):
         return written_names(text)
-    writes = any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
-    return frozenset((*code.co_names, *code.co_varnames, *code.co_freevars) if writes else ())
+    codes = list(with_inner(code))
+    writes = any(_MAY_WRITE.match(one.opname) for inner in codes for one in dis.get_instructions(inner))
+    names = (name for inner in codes for name in (*inner.co_names, *inner.co_varnames, *inner.co_freevars))
+    return frozenset(names if writes else ())
 
 
 def _text_of(code: CodeType) -> str:

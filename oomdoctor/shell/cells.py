@@ -114,6 +114,8 @@ def as_cell(shell: Any, number: int | None) -> Iterator[None]:
 
 _COMPILED_AS: Final = {"time": ("<timed exec>", "<timed eval>"), "prun": ("<string>",)}
 """Cell magics that compile their body under a name of their own. Source: ``ExecutionMagics`` of IPython 7.34 to 9."""
+_AT_ONCE: Final = frozenset({"<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+"""Names of code that is run where it stands."""
 _RUN_AS_A_CELL: Final = frozenset({"capture"})
 _CELL_MAGIC: Final = re.compile(r"%%(\w+)")
 
@@ -134,7 +136,7 @@ def as_in_the_cell(failure: BaseException, cell: Cell, names: Mapping[str, int])
     if (
         not before
         or not all(one in _COMPILED_AS or one in _RUN_AS_A_CELL for one in magics)
-        or not all(code.co_name == "<module>" or defines(body, code.co_name, code.co_firstlineno) for code in of_bodies)
+        or not all(code.co_name in _AT_ONCE or defines(body, code.co_name, code.co_firstlineno) for code in of_bodies)
     ):  # nothing to tell, or what the body's name stands for is not known: an earlier cell's has the same
         yield dict(names)
         return

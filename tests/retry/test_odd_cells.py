@@ -155,6 +155,11 @@ COMES_BACK = {
         "raw[12345] += 1; add(7); add(10_000); train()",
         "(sum(raw), replay.sum().item(), replay[10_000].tolist())",
     ),
+    "an array that a tensor shares, written before a step": (
+        "a = np.zeros(100_000); t = torch.from_numpy(a)", "a[5] = 9; train(); t[7] = 1",
+        "(a[:9].tolist(), t[:9].tolist())",
+    ),
+    "dates": ("days = np.arange('2000', '2020', dtype='M8[h]')", "days[5] = np.datetime64('NaT')", "str(days[:9])"),
     "settings of a model of transformers": (
         "from transformers import BertConfig\n"
         "class Wrapped(nn.Module):\n    def __init__(self):\n        super().__init__()\n"

@@ -269,6 +269,19 @@ TOLD = {
     "one item of an array that a function knows": (
         "big = np.zeros((3000, 3000))\ndef fix(): big[3, 4] = 1", "fix()", "the cell may have written to, and no copy",
     ),
+    "what stands below a mask": (
+        "big = np.ma.masked_array(np.zeros(100_000), np.arange(100_000) == 7)", "big.data[7] = 1",
+        "`big` is a large array",
+    ),
+    "a file that another array maps": (
+        "import tempfile; raw = tempfile.mkstemp()[1]\n"
+        "np.zeros(100_000).tofile(raw); old = np.memmap(raw, float, 'r')",
+        "new = np.memmap(raw, float, 'r+'); new += 1; n = old[0]", "`old` is a large array",
+    ),
+    "an array that a function within changes": (
+        "big = np.zeros((3000, 3000))\ndef fix():\n    def within(): big.fill(1)\n    within()", "fix()",
+        "`big` is a large array",
+    ),
     "an array that is shuffled": (
         "big = np.arange(9_000_000)", "np.random.shuffle(big[:9_000])", "`big` is a large array",
     ),
