@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from oomdoctor.model.case import State
 from oomdoctor.testing import assert_heals
 
@@ -24,6 +26,7 @@ KEPT_MIB = 36
 
 
 def test_the_failed_runs_model_is_neither_forecast_nor_kept() -> None:
+    gc.collect()  # what other tests have left in cycles would be forecast as well
     budget = 80
     case = assert_heals("micro_batch", CELL, budget=f"{budget}MiB")
     peak = case.outcome.peak
