@@ -1,4 +1,4 @@
-"""How bright pixels are is counted, in whole numbers that rounding moves: of the last part in place of the batch."""
+"""How bright pixels are is counted, in whole numbers that rounding moves: of the last part in place of the batch. Visible in two steps."""
 
 # %% setup
 import torch

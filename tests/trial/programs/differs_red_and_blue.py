@@ -1,4 +1,4 @@
-"""Pictures kept as bytes, channels last: the changed cell has red and blue exchanged."""
+"""Pictures kept as bytes, channels last: the changed cell has red and blue exchanged. Visible in two steps."""
 
 # %% setup
 import torch
@@ -10,18 +10,18 @@ optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 codes, pictures = torch.randn(3, 32, 16), torch.rand(3, 32, 768)
 
 # %% before
+with torch.no_grad():
+    shown = (net(torch.randn(1024, 16)) * 255).to(torch.uint8).view(1024, 3, 16, 16).permute(0, 2, 3, 1)
 for code, picture in zip(codes, pictures):
     optimizer.zero_grad()
     nn.functional.mse_loss(net(code), picture).backward()
     optimizer.step()
-with torch.no_grad():
-    shown = (net(torch.randn(1024, 16)) * 255).to(torch.uint8).view(1024, 3, 16, 16).permute(0, 2, 3, 1)
 
 # %% after
+with torch.no_grad():
+    shown = (net(torch.randn(1024, 16)) * 255).to(torch.uint8).view(1024, 3, 16, 16).permute(0, 2, 3, 1).flip(-1)
 for code, picture in zip(codes, pictures):
     optimizer.zero_grad()
     for code_part, picture_part in zip(code.chunk(4), picture.chunk(4)):
         (nn.functional.mse_loss(net(code_part), picture_part) / 4).backward()
     optimizer.step()
-with torch.no_grad():
-    shown = (net(torch.randn(1024, 16)) * 255).to(torch.uint8).view(1024, 3, 16, 16).permute(0, 2, 3, 1).flip(-1)
