@@ -267,7 +267,7 @@ def _sample(array: Any, *, is_whole: bool) -> bytes:
     if not hasattr(array, "flags"):  # no array of numpy's
         return zlib.crc32(array).to_bytes(4)
     if not _is_own(array):  # what its own methods show may be less
-        cls = next(one for one in type(array).__mro__ if one.__name__ == "ndarray")
+        cls: Any = next(one for one in type(array).__mro__ if one.__name__ == "ndarray")
         mask = getattr(array, "_mask", None)
         masked = _sample(mask, is_whole=is_whole) if type(mask) is cls else b""
         return _sample(cls.view(array, cls), is_whole=is_whole) + masked
