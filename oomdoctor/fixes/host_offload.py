@@ -109,10 +109,11 @@ def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
 def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the statement of the failing cell that was running."""
     (cell,) = [one for one in program.scopes if one.cell == program.failing and one.function is None]
-    heads = [masked for masked, magic in program.masked[program.failing].hidden if magic.startswith("%%")]
     running = (one for one in cell.body if one.lineno <= (objects.line or 0) <= (one.end_lineno or 0))
-    running = (one for one in running if not any(head.endswith(f" {one.lineno}") for head in heads))
-    return tuple(site("statement", cell, one) for one in running)
+    # Nothing can stand above the magic of a whole cell.
+    return tuple(
+        site("statement", cell, one) for one in running if not (program.magic_at(one.lineno) or "").startswith("%%")
+    )
 
 
 @refusing

@@ -67,9 +67,10 @@ class Allowance:
 
     def copies_bytes(self, size: int) -> bool:
         """Return whether an array of this many bytes that is looked at as a whole is copied, and count it."""
-        is_copied = size <= self._bytes_left
-        self._bytes_left -= size * is_copied
-        return is_copied
+        if size > self._bytes_left:
+            return False
+        self._bytes_left -= size
+        return True
 
     def sums(self, path: str, size: int) -> bool:
         """Return whether the whole of an array of this many bytes is looked at."""
@@ -220,10 +221,10 @@ class Contents(Memento):
         if value is GONE or self._copy is None:
             return
         if not hasattr(value, "flags"):
-            if _bytes(value) != _bytes(self._copy):
+            if self._was_written(value):
                 value[:] = self._copy
         elif _form(value)[:-1] == self._form[:-1]:
-            if _bytes(value) != _bytes(self._copy):
+            if self._was_written(value):
                 with suppress(ValueError):  # its memory is another's, which has it back by itself
                     value.flags.writeable = True
                 if value.flags.writeable:
@@ -237,8 +238,11 @@ class Contents(Memento):
     def changed(self) -> str | None:
         """Return whether what is copied was written to."""
         value = living(self._held)
-        is_same = value is GONE or self._copy is None or _bytes(value) == _bytes(self._copy)
+        is_same = value is GONE or self._copy is None or not self._was_written(value)
         return None if is_same else f"changed a {type(value).__name__}"
+
+    def _was_written(self, value: Any) -> bool:
+        return _bytes(value) != _bytes(self._copy)
 
 
 def _is_plain(value: Any) -> bool:

@@ -85,6 +85,11 @@ class Program:
         root, _, rest = text.partition(".")
         return not rest or (root in {"self", *self.aliases} and "." not in rest)
 
+    def magic_at(self, line: int) -> str | None:
+        """Return IPython's own syntax at a line of the failing cell, None where the line is Python."""
+        hidden = self.masked[self.failing].hidden
+        return next((original for masked, original in hidden if masked.endswith(f" {line}")), None)
+
     def seen_from(self, scope: Scope) -> Program:
         """Return the program as a module sees it, whose own functions hide others of their name."""
         if scope.file is None:

@@ -153,7 +153,7 @@ def unreached(
         standing: where each of these stood.
     """
     top = next((one for one in program.running if one.function is None), None)
-    if top is None or line is None or _is_hidden(program, line):
+    if top is None or line is None or program.magic_at(line) is not None:  # a magic may show an error and go on
         return frozenset()
     ran: dict[Scope | None, set[int]] = {top: {line}}
     for cell, at in running:
@@ -197,11 +197,6 @@ def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]
         if any(line in lines_of(node) for node in gradless for line in lines):
             return True
     return False
-
-
-def _is_hidden(program: Program, line: int) -> bool:
-    """Return whether a line is IPython's own: it may show an error and go on."""
-    return any(masked.endswith(f" {line}") for masked, _ in program.masked[program.failing].hidden)
 
 
 def _home(program: Program, cell: int, line: int) -> Scope | None:

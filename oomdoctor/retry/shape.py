@@ -100,7 +100,9 @@ class Shape:
         self.codes: list[tuple[CodeType, dict[str, Any]]] = []
         self.unknown: list[str] = []
         self.unbegun: list[Unbegun] = []
-        self.allowance = Allowance(lambda path: last_name(path) in written_names(source) | given_names(source))
+        self.allowance = Allowance(
+            lambda path: any(last_name(path) in names(source) for names in (written_names, given_names))
+        )
         self.bindings: dict[str, Any] = {}
         self.names = list(namespace)
         self._namespace, self._mentioned = namespace, set[str]()

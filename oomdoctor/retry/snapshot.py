@@ -24,7 +24,7 @@ from oomdoctor.errors import StateError
 from oomdoctor.objects.containers import GONE, Recipe, living, refill, revive, still_holds
 from oomdoctor.objects.copies import Contents
 from oomdoctor.objects.kinds import Kind, kind_of, registered, submodules
-from oomdoctor.objects.mementos import Memento, Variable
+from oomdoctor.objects.mementos import Variable
 from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.code_names import last_name, written_names
@@ -298,16 +298,15 @@ class Snapshot:
             del self._namespace[name]
         for name in filter(is_users, shape.bindings):
             yield f"`{name}`", partial(self._bind, name, uses.get(name), memo)
-        noted: dict[bool, list[Memento]] = {False: [], True: []}
-        for one in shape.mementos:
-            noted[isinstance(one, Contents)].append(one)
-        yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in noted[False])
+        arrays = [one for one in shape.mementos if isinstance(one, Contents)]
+        others = (one for one in shape.mementos if not isinstance(one, Contents))
+        yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in others)
         for container, copy in shape.light.changed():
             yield f"a {type(container).__name__}", partial(refill, container, copy)
         if self._vault is not None:
             yield from self._vault.pieces()
         # After the tensors, which may share the memory and are copied later than when the cell begins.
-        yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in noted[True])
+        yield from ((f"`{one.path}`", partial(one.restore, memo)) for one in arrays)
         yield "the random number generators", self._rng.restore
 
     def _bind(self, name: str, use: FirstUse | None, memo: dict[int, Any]) -> None:
