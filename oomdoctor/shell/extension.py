@@ -140,6 +140,9 @@ class Extension:
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
+        except BaseException:  # past IPython's own handling, which needs room to tell it
+            reserve.let_go()
+            raise
         finally:
             self.in_flight -= 1
 

@@ -164,7 +164,9 @@ def test_inference_is_healed_and_generation_planned(tmp_path: Path) -> None:
         f"[peaks, plan, list(texts.shape), {CASE}, torch.equal(generate(prompts[:8], 32), texts[:8])]",
     )
     peaks, plan, shape, case, same = run.asked
-    assert [re.sub(r"\(.*", "", fix) for fix, _, _ in peaks] == ["no_grad_eval", "chunked_inference"]
+    evaluated, chunked = (re.sub(r"\(.*", "", fix) for fix, _, _ in peaks)
+    assert evaluated == "no_grad_eval"
+    assert chunked in {"chunked_inference", "chunked_forward"}  # equally good: whose shadow run ends first
     for _, unchanged, measured in peaks:
         assert measured < 48 << 20 < unchanged
     away = float(re.search(r"at most (\S+) from small batches", run.text("second"))[1])  # type: ignore[index]

@@ -221,6 +221,32 @@ def test_where_there_is_no_room_to_load_a_diagnosis_the_failure_is_the_users_and
     assert kernel.value("len(__import__('oomdoctor.pipeline', fromlist=['x']).cases())") == 1, "with room there is one"
 
 
+UNTELLABLE = """
+from oomdoctor.sandbox import reserve
+kept = []
+class Full(dict):
+    def __setitem__(self, *_):
+        kept.append(reserve.address_space())
+        get_ipython().events.register("post_run_cell", ended)
+        raise MemoryError("no room to keep it")
+def ended(*_):
+    kept.append(reserve.address_space())
+    get_ipython().events.unregister("post_run_cell", ended)
+get_ipython().history_manager.exceptions = Full()
+"""
+"""IPython has no room to keep an exception in its history."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on memory are Linux's")
+def test_where_ipython_itself_has_no_room_what_is_kept_is_its(kernel: Kernel) -> None:
+    kernel.run("%load_ext oomdoctor\nimport resource", ok=True)
+    kernel.run("resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, resource.RLIM_INFINITY))", ok=True)
+    kernel.run(UNTELLABLE, ok=True)
+    assert "no room to keep it" in kernel.run("1 / 0", ok=False).text
+    assert kernel.value("kept")[1:] == [0]
+    assert kernel.value("kept")[0] > 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on memory are Linux's")
 def test_what_large_blocks_leave_is_room_below_a_limit(kernel: Kernel) -> None:
     kernel.run("%load_ext oomdoctor\nimport numpy as np, resource", ok=True)
