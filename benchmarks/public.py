@@ -5,8 +5,9 @@ FOLDER holds one file ``NAME.py`` for each program: third-party code, which is n
 rightly, and ``# engineer:`` what one would change by hand. Then its cells, each below ``# %%``; modules that they
 import, below ``# %% module NAME.py``; the cell that trains is below ``# %% fails``.
 
-Each program runs in three Jupyter kernels, on the simulated device, with one thread (what ``save_on_cpu`` keeps is not
-the device's there):
+Each program runs in three Jupyter kernels as a server starts them, on the simulated device, with one thread (what
+``save_on_cpu`` keeps is not the device's there). Before the training cell the kernel is idle for some seconds, as where
+somebody reads, until what a failure needs is loaded:
     * with memory to spare: what of the device the training takes, blocks that the allocator keeps included, and how
       long it takes;
     * with what the device held before the training cell and 65 % of what that cell adds to it, under
@@ -47,6 +48,8 @@ Leaves: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 _SHELLS: Final = ("In", "Out", "exit", "quit", "get_ipython", "open")
 AMPLE: Final = 64 << 30
 HERE: Final = "__import__('public')"
+LOADED: Final = "'torch._subclasses.fake_tensor' in __import__('sys').modules"
+MOST_IDLE_S: Final = 60.0
 PARTS: Final = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 TOLD: Final = re.compile(r"^# (source|adapted|causes|engineer): (.*)$", re.MULTILINE)
 GENERAL: Final = (
@@ -212,7 +215,8 @@ class Notebook:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         ours = ":".join(map(str, (ROOT, ROOT / "benchmarks")))
-        self.kernel = Kernel({"PYTHONPATH": ours, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"})
+        alike = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+        self.kernel = Kernel({"PYTHONPATH": ours, "JPY_SESSION_NAME": "public", **alike})
         self.kernel.value(f"{HERE}.__name__")  # before the program's own modules, whose names may be those of ours
         begin = f"__import__('os').chdir({str(self.folder)!r}), __import__('sys').path.insert(0, {str(self.folder)!r})"
         self.kernel.value(f"[{begin}]")
@@ -226,6 +230,12 @@ class Notebook:
         self._log.write(f"\n>>> {text}\n{reply.text}\n--- {reply.status}, {took_s:.2f} s\n")
         self._log.flush()
         return reply, took_s
+
+    def idle(self) -> None:
+        """Wait until the last of what a failure needs is loaded, which is done between cells."""
+        end = time.monotonic() + MOST_IDLE_S
+        while not self.kernel.value(LOADED) and time.monotonic() < end:
+            time.sleep(0.5)
 
     def leaves(self) -> Leaves:
         """Return what the user's names lead to: to be the same, and with its numbers."""
@@ -297,6 +307,7 @@ def capped(one: Notebook, row: Row) -> dict[str, Any] | None:
     one.run("%oomdoctor auto exact")
     for at, cell in enumerate(row.unit.cells):
         if at == row.unit.fails:
+            one.idle()
             one.kernel.value(f"{HERE}.simulate({row.size})")
         reply, took_s = one.run(cell)
         if at == row.unit.fails:

@@ -7,6 +7,7 @@ none at all, for others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,6 +44,8 @@ _PASSES: Final = 2
 """How many times what passed when it failed is supposed to pass, where no shadow run tells it."""
 _KEPT: Final = 4
 """How many times its parameters a training is supposed to keep: with gradients and the two states of Adam."""
+_MUCH: Final = 4 / 3
+"""Ratio of times from which on a retry waits for the forecast of the change that promises the shorter one."""
 _PAIRED: Final = 4
 """So many of the fixes that save most are put together by twos."""
 
@@ -172,7 +175,7 @@ class Planner:
         while True:
             # Before a retry, those that keep the results come first, also where they wait for what is measured.
             waits = self._is_hurried and any(one.effect in KEEPING and one.is_open for one in self._ladders)
-            for ladder in sorted(self._ladders, key=lambda one: self._promise(one, unchanged, scale)):
+            for ladder in sorted(self._ladders, key=self._promise):
                 if waits and ladder.effect not in KEEPING:
                     continue
                 if not self._is_settled(ladder) and (asked := ladder.ask(*known)) is not None:
@@ -181,10 +184,17 @@ class Planner:
                 return None
 
     def _has_healer(self) -> bool:
-        """Return whether a change that keeps the results was seen to fit in its mildest dose, and no leak is open."""
+        """Return whether a change that keeps the results was seen to fit in its mildest dose.
+
+        No leak is open then, and nothing that keeps them too, may fit, and promises much less time.
+        """
         keeping = [one for one in self._ladders if one.effect in KEEPING]
-        is_leak_open = any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping)
-        return not is_leak_open and any(one.search.found is not None and self._is_mildest(one) for one in keeping)
+        found = [one for one in keeping if one.search.found is not None and self._is_mildest(one)]
+        if not found or any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping):
+            return False
+        times = [self._known(one).forecast.slowdown or 1.0 for one in found]
+        others = [self._known(one).forecast for one in keeping if one.is_open and one not in found]
+        return min(times) <= _MUCH * min((one.slowdown or 1.0 for one in others if _may_fit(one)), default=math.inf)
 
     def _is_mildest(self, ladder: Ladder) -> bool:
         """Return whether the dose that was found to fit is the mildest that does, for all that is known."""
@@ -200,13 +210,17 @@ class Planner:
     def _frees_leak(self, candidate: Candidate) -> bool:
         return any(fix in self._leaks for fix, _ in candidate.made_of)
 
-    def _promise(self, ladder: Ladder, unchanged: Forecast, scale: float) -> tuple[object, ...]:
+    def _known(self, ladder: Ladder) -> Candidate:
+        """Return a change as it would be offered by what is known so far, nothing supposed."""
+        unchanged = self._unchanged or self.least(PENDING)
+        return ladder.candidate(*ladder.settled(unchanged, self._scale(unchanged), None))
+
+    def _promise(self, ladder: Ladder) -> tuple[object, ...]:
         """Order by what may be enough and keeps the results, then as the plan ranks what is known."""
         if ladder.refused is not None:
             return (True,)
-        candidate = ladder.candidate(*ladder.settled(unchanged, scale, None))
-        may_do = taken_at_its_word(candidate.forecast, 0.0).fits is not False
-        is_first = may_do and (candidate.effect in KEEPING or self._frees_leak(candidate))
+        candidate = self._known(ladder)
+        is_first = _may_fit(candidate.forecast) and (candidate.effect in KEEPING or self._frees_leak(candidate))
         return (not is_first, *self._rank(candidate), ladder.place)
 
     def _pair_up(self, unchanged: Forecast) -> bool:
@@ -369,6 +383,10 @@ class Planner:
         if unchanged.peak is None or isinstance(allocated, Unavailable) or not seen:
             return 1.0
         return max(1.0, (unchanged.peak - allocated + seen - (self._incident.requested or 0)) / seen)
+
+
+def _may_fit(forecast: Forecast) -> bool:
+    return taken_at_its_word(forecast, 0.0).fits is not False
 
 
 def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:

@@ -177,6 +177,16 @@ def test_before_a_retry_what_changes_the_results_waits_for_all_that_keeps_them()
     assert asked(*given, is_hurried=False)[:3] == [None, (0, 0), (1, 0)]
 
 
+@pytest.mark.parametrize(("slowdown", "basis"), [(2.5, "seen"), (1.2, "a guess")])
+def test_a_retry_waits_for_what_promises_much_less_time_than_what_was_seen_to_fit(slowdown, basis):
+    slow = shrinking("slow", "second", [10], slowdown=slowdown)
+    shadows = Shadows(Reading(forecast=Forecast(basis="seen", peak=62 * MIB, error_ratio=0.0)))
+    given = (program(), INCIDENT, evidence(63 * MIB), [slow, MEASURED], 70 * MIB, frozenset(), 60.0)
+    *_, plan = Planner(*given, is_hurried=True).plans(shadows)
+    assert shadows.asked == [None, (0, 0), (1, 0)]
+    assert {one.fix: one.forecast.basis for one in plan.candidates} == {"slow": "seen", "measured": basis}
+
+
 def test_what_seems_to_save_nothing_by_what_modules_keep_is_still_run():
     row = ModuleMemory(("Net", 1), "lstm", 1, 1, 1.0, False, False)
     fix = replace(MEASURED, propose=lambda _, known: Refused("") if known.modules else MEASURED.propose(_, known))
