@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # The constraint is in every call of pip: without it, torch may come with gigabytes of CUDA libraries.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
+CHOSEN := -m "not slow"
 # Shadow runs see all that is alive in their process, so their tests share none with others; nor do those of plans,
 # in which some MiB decide, nor those to which every byte counts that is there before.
 EVERY_BYTE := $(addprefix tests/forecast/test_forecast_,growth.py layout.py)
@@ -30,7 +31,7 @@ CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib) STUBCUDA_COMPUTE=1 \
   STUBCUDA_CONTEXT=400MiB
 
-.PHONY: help demo test test-colab test-cuda check docs new clean
+.PHONY: help demo test test-all test-colab test-cuda check docs new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,14 +39,17 @@ help: ## List the targets
 demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves demo-output/
 	$(BIN)/oomdoctor demo
 
-test: $(VENV)/.installed-dev ## Run all tests (PYTEST_ARGS="-k word" for some of them)
+test: $(VENV)/.installed-dev ## Run the tests that are not slow (PYTEST_ARGS="-k word" for some of them)
 	@$(BIN)/python $(COMPILED)
-	@failed=0; part() { $(PYTEST) "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; }; \
+	@failed=0; part() { $(PYTEST) "$$@" $(CHOSEN) $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; }; \
 	part --ignore=tests/forecast; \
 	part tests/forecast --ignore-glob='*/test_plan*.py' $(addprefix --ignore=,$(EVERY_BYTE)); \
 	part $(EVERY_BYTE); \
 	part tests/forecast/test_plan*.py; \
 	exit $$failed  # all parts run; 5 says that none of a part was chosen
+
+test-all: CHOSEN :=
+test-all: test ## Run all tests, those of tests/slow.txt too
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
 	@$(COLAB)/bin/python $(COMPILED)

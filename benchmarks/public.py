@@ -48,7 +48,9 @@ Leaves: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 _SHELLS: Final = ("In", "Out", "exit", "quit", "get_ipython", "open")
 AMPLE: Final = 64 << 30
 HERE: Final = "__import__('public')"
-LOADED: Final = "'torch._subclasses.fake_tensor' in __import__('sys').modules"
+READY: Final = (
+    "get_ipython()._oomdoctor_extension.warming.done and 'torch._subclasses.fake_tensor' in __import__('sys').modules"
+)
 MOST_IDLE_S: Final = 60.0
 PARTS: Final = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 TOLD: Final = re.compile(r"^# (source|adapted|causes|engineer): (.*)$", re.MULTILINE)
@@ -234,7 +236,7 @@ class Notebook:
     def idle(self) -> None:
         """Wait until the last of what a failure needs is loaded, which is done between cells."""
         end = time.monotonic() + MOST_IDLE_S
-        while not self.kernel.value(LOADED) and time.monotonic() < end:
+        while not self.kernel.value(READY) and time.monotonic() < end:
             time.sleep(0.5)
 
     def leaves(self) -> Leaves:

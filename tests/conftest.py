@@ -21,6 +21,14 @@ _ROOT = Path(__file__).parents[1]
 _OF_TESTS = tuple(str(_ROOT / name) for name in ("tests", "benchmarks", "tools"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what was measured to take long; see ``tools/slow_tests.py``."""
+    slow = set((_ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
 class OfTests(ModuleType):
     """What tests share, or a file whose tests are not running: not taken for a module of the user's own."""
 

@@ -49,7 +49,7 @@ from oomdoctor.program import import_lines, rewriting, words
 from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.definitions import Program, Scope, site
-from oomdoctor.program.gradients import Graphs
+from oomdoctor.program.gradients import Graphs, graphs_of
 from oomdoctor.program.ground import ground
 from oomdoctor.program.kept_tensors import outliving, undifferentiated
 from oomdoctor.program.names import blocks_of, own_nodes
@@ -69,7 +69,7 @@ def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
         for node in own_nodes(scope.body)
         if isinstance(node, ast.Call) and words.last_name(node) == "backward" and _keeps_graph(node)
     ]
-    graphs = Graphs(program, {}) if calls else None
+    graphs = graphs_of(program, {}) if calls else None
     return tuple(site(_kind(graphs, scope, call), scope, call) for scope, call in calls if graphs is not None)
 
 

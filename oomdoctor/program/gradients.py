@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from oomdoctor.program import words
@@ -267,6 +267,16 @@ class Graphs:
                 joined = names.union(*(groups.get(name, set()) for name in names))
                 groups |= dict.fromkeys(joined, joined)
         return self._groups[scope]
+
+
+@lru_cache(maxsize=4)
+def _graphs(program: Program, kinds: frozenset[tuple[str, str]], by_parts: bool) -> Graphs:
+    return Graphs(program, dict(kinds), by_parts=by_parts)
+
+
+def graphs_of(program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> Graphs:
+    """Return the graphs that models make in a program, found once."""
+    return _graphs(program, frozenset(kinds.items()), by_parts)
 
 
 def _is_marked(node: ast.AST) -> bool:

@@ -21,7 +21,7 @@ from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import Flow, Loop
 from oomdoctor.program.definitions import Program, Scope, Statement, place, short, statements, with_gradients
-from oomdoctor.program.gradients import Graphs
+from oomdoctor.program.gradients import Graphs, graphs_of
 from oomdoctor.program.ground import Ground
 from oomdoctor.program.names import blocks_of, call_name, names_in, own_nodes, root_of
 from oomdoctor.program.training_loops import called_like_a_model
@@ -40,7 +40,7 @@ def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Sc
 
     They are those of loops that the failing cell runs, each with the name of the history.
     """
-    graphs = Graphs(program, kinds)
+    graphs = graphs_of(program, kinds)
     found = [(scope, *pair) for scope in program.running for pair in _appends(graphs, scope)]
     return sorted(found, key=lambda pair: (pair[0].cell, pair[1].lineno))
 
@@ -235,7 +235,7 @@ class _Search:
     """One search through what the failing cell runs."""
 
     def __init__(self, program: Program, kinds: Mapping[str, str], line: int | None) -> None:
-        self._program, self._line, self._graphs = program, line, Graphs(program, kinds)
+        self._program, self._line, self._graphs = program, line, graphs_of(program, kinds)
         self._seen: set[int] = set()
 
     def of_scope(self, scope: Scope) -> Iterator[Place]:
@@ -321,7 +321,7 @@ def outliving(
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
         places: of the code that is never differentiated.
     """
-    graphs = Graphs(program, kinds, by_parts=True)
+    graphs = graphs_of(program, kinds, by_parts=True)
     kept, models = dict[str, None](), dict[str, None]()
     for number, line, *_ in places:
         for scope in (one for one in program.scopes if one.cell == number):
