@@ -262,9 +262,9 @@ class Ladder:
     def settled(self, unchanged: Forecast, scale: float, supposed: Supposed) -> tuple[int, Forecast]:
         """Return the dose to offer, and its price: the mildest that fits, the strongest where none is known to.
 
-        Where no more is known of the unchanged cell than the least that it needs, an estimate cannot tell which dose is
-        enough. A retry that fails costs much, and so does one that is too slow: it goes by what is ``supposed`` then,
-        and is the strongest where nothing is.
+        Where no more is known of the unchanged cell than what it held when it failed, an estimate cannot tell which
+        dose is enough. A retry that fails costs much, and so does one that is too slow: it goes by what is ``supposed``
+        then, and is the strongest where nothing is.
         """
         if self.search.found is not None:
             return self.search.found, self.told[self.search.found]
@@ -278,7 +278,7 @@ class Ladder:
 
     def _pointed(self, unchanged: Forecast, scale: float, supposed: Supposed) -> int:
         """Return the dose that its estimate speaks for, the strongest where none does."""
-        known = supposed if unchanged.at_least else (unchanged, scale)
+        known = supposed if unchanged.at_least and unchanged.refused else (unchanged, scale)
         pointed = None if known is None else self.points_at(self.search.open, *known)
         return (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
 

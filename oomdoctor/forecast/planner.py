@@ -148,11 +148,21 @@ class Planner:
             not self._frees_leak(candidate),
             0 if keeps else _EFFECTS.index(candidate.effect),
             candidate.forecast.estimated is not None,
-            # Where it is not known how much more is needed than was held, what needs least is likeliest to be enough.
-            (candidate.forecast.peak or 0) if candidate.forecast.estimated and candidate.forecast.at_least else 0,
+            self._doubted(candidate.forecast),
             candidate.forecast.slowdown or 1.0,
             len(candidate.made_of),
         )
+
+    def _doubted(self, forecast: Forecast) -> int:
+        """Return the bytes of an estimate that is in doubt, 0 for others.
+
+        Of those, what needs least is likeliest to be enough. Where a shadow run told more than what was held at the
+        failure, one that would fit even if it were off as such are is not in doubt.
+        """
+        has_run = self._unchanged is not None and self._unchanged.refused is None
+        if not (forecast.estimated and forecast.at_least) or (has_run and taken_at_its_word(forecast).fits):
+            return 0
+        return forecast.peak or 0
 
     # What is asked ----------------------------------------------------------------------------------------------
 
