@@ -42,7 +42,9 @@ y
 @pytest.fixture(scope="module")
 def kernel():
     manager, client = start_new_kernel(kernel_name="python3")
-    assert _run(client, SETUP)[0]["status"] == "ok"
+    reply, said = _run(client, SETUP)
+    assert reply["status"] == "ok", reply
+    assert said == []
     yield client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
