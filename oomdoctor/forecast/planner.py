@@ -117,7 +117,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan by what is known."""
-        unchanged = self._unchanged or self.least(PENDING)
+        unchanged = self._unchanged_so_far
         scale, supposed = self._scale(unchanged), self._supposed(unchanged)
         offered = [
             ladder.candidate(*ladder.settled(unchanged, scale, supposed))
@@ -179,7 +179,7 @@ class Planner:
 
     def _ask(self) -> tuple[Ladder, int, Attempt] | None:
         """Return what to forecast next: of the change that is likeliest to be the best, what its search asks."""
-        unchanged = self._unchanged or self.least(PENDING)
+        unchanged = self._unchanged_so_far
         scale = self._scale(unchanged)
         known = self._supposed(unchanged) or (unchanged, scale)
         while True:
@@ -222,7 +222,7 @@ class Planner:
 
     def _known(self, ladder: Ladder) -> Candidate:
         """Return a change as it would be offered by what is known so far, nothing supposed."""
-        unchanged = self._unchanged or self.least(PENDING)
+        unchanged = self._unchanged_so_far
         return ladder.candidate(*ladder.settled(unchanged, self._scale(unchanged), None))
 
     def _promise(self, ladder: Ladder) -> tuple[object, ...]:
@@ -352,6 +352,10 @@ class Planner:
                 ladder.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
+
+    @property
+    def _unchanged_so_far(self) -> Forecast:
+        return self._unchanged or self.least(PENDING)
 
     def least(self, why: str) -> Forecast:
         """Return what the cell held and asked for when it failed, where it cannot be known how it goes on."""
