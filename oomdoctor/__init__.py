@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
+    from oomdoctor.fixes._chunked_loss import chunked_head, chunked_loss
     from oomdoctor.fixes._recompute import recompute
-    from oomdoctor.fixes._split import chunked_loss, in_parts
+    from oomdoctor.fixes._split import in_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.memplan import plan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "batch_parts",
+    "chunked_head",
     "chunked_loss",
     "explain",
     "heal",
@@ -41,7 +43,8 @@ __version__: Final = "0.1.0"
 
 _HOMES: Final = {
     "batch_parts": "oomdoctor.fixes._batch_parts",
-    "chunked_loss": "oomdoctor.fixes._split",
+    "chunked_head": "oomdoctor.fixes._chunked_loss",
+    "chunked_loss": "oomdoctor.fixes._chunked_loss",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
     "in_parts": "oomdoctor.fixes._split",

@@ -21,6 +21,7 @@ def test_the_surface_is_pinned():
     assert sorted(oomdoctor.__all__) == [
         "__version__",
         "batch_parts",
+        "chunked_head",
         "chunked_loss",
         "explain",
         "heal",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oomdoctor.allocator.caching import OutOfSpace
 from oomdoctor.allocator.composites import run_apart, stays_whole
@@ -167,11 +167,15 @@ def foreseen_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return ()
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:
-        results = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+        args, kwargs = tree_map(_as_meta, args), tree_map(_as_meta, kwargs)
+        results = func(*args, **kwargs)
     except _UNFORESEEABLE:
         return ()
-    results = results if isinstance(results, (tuple, list)) else (results,)
-    return tuple(result.numel() * result.element_size() for result in results if type(result) is torch.Tensor)
+    results = [result for result in tree_leaves(results) if type(result) is torch.Tensor]
+    # Some views say of themselves that they are new: ``aten::_unsafe_view``, which each linear layer makes.
+    given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+    fresh = [result for result in results if result.untyped_storage()._cdata not in given]
+    return tuple(result.numel() * result.element_size() for result in fresh)
 
 
 def _tighter(func: Any, tensors: list[torch.Tensor], elements: int) -> int:

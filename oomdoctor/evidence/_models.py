@@ -6,6 +6,7 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isqrt
@@ -26,6 +27,7 @@ from oomdoctor.objects.kinds import (
 )
 
 _LOSS_HOME: Final = "torch.nn.modules.loss"
+_LOSS: Final = re.compile(r"(?i)loss|cross_?entropy|criterion")
 _POOLS: Final = frozenset({"_AdaptiveAvgPoolNd", "_AdaptiveMaxPoolNd"})
 _CONTAINERS: Final = frozenset({"ModuleList", "Sequential"})
 _LAYERS: Final = "torch.nn.modules."
@@ -140,6 +142,7 @@ def _model(path: str, root: Any) -> ModelFacts:
         fused_without_grad=tuple(module.path for module in tree if _FUSED & module.names),
         hooked=tuple(module.path for module in tree if _is_hooked(module)),
         leaves=tuple(_leaves(tree)),
+        takes_loss=any(map(_names_loss, {module.cls for module in tree})),
     )
 
 
@@ -310,6 +313,16 @@ def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
 
     with _C.DisableTorchFunction():
         return [(Tensor.numel(one), Tensor.element_size(one)) for one in tensors]
+
+
+def _names_loss(cls: type) -> bool:
+    """Whether the forward of a class names a loss, beneath what decorates it."""
+    forward = of_class(cls, "forward")
+    for _ in range(_DEEPEST):
+        if type(forward) is not FunctionType or "__wrapped__" not in vars(forward):
+            break
+        forward = vars(forward)["__wrapped__"]
+    return type(forward) is FunctionType and any(map(_LOSS.search, forward.__code__.co_names))
 
 
 def _parameter_bytes(modules: Iterable[_Module]) -> int:

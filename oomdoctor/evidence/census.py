@@ -57,7 +57,9 @@ class Program:
         frames: that failed or that run; ``earlier``: of a failure before, which its traceback still holds.
         batch_names: names that hold a batch.
         in_step: whether code of the program's is running or has failed, so that what has no name is its temporaries.
-        step_names: names that the running or failing cell binds: what they hold belongs to the step under way.
+        step_names: names that the running or failing cell binds: what they hold belongs to the step under way, a
+            container apart.
+        step_results: names that the loops of the failing cell bind anew in each round, containers too.
         appends: the statement that adds a tensor with its graph to a list, by the name of the list.
         out_of_sight: how many objects the garbage collector does not tell of.
     """
@@ -71,6 +73,7 @@ class Program:
     batch_names: frozenset[str] = frozenset()
     in_step: bool = False
     step_names: frozenset[str] = frozenset()
+    step_results: frozenset[str] = frozenset()
     appends: Mapping[str, str] = field(default_factory=dict)
     out_of_sight: int = 0
 
@@ -293,7 +296,8 @@ class _Count:
             return False
         if held.origin is Origin.FRAME:
             return True
-        return held.origin is Origin.NAME and root.name in self._program.step_names and not held.found.contained
+        names = self._program.step_results if held.found.contained else self._program.step_names
+        return held.origin is Origin.NAME and root.name in names
 
     def _follow(self, held: _Held) -> None:
         if self._skips_graphs:

@@ -47,7 +47,7 @@ from oomdoctor.objects.frames import (
 from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
-from oomdoctor.program.names import bound_names, loop_targets
+from oomdoctor.program.names import bound_names, loop_results, loop_targets
 
 if TYPE_CHECKING:
     from oomdoctor.evidence import census
@@ -150,6 +150,7 @@ def _program(
         batch_names=frozenset(name for loop in code.loops for name in loop.batch),
         in_step=exc is not None or any(frame.values for frame in own),
         step_names=bound.union(*running),
+        step_results=loop_results(session.cells.failing.source) if exc is not None else frozenset(),
         out_of_sight=out_of_sight(),
         appends={one.names[0]: one.names[1] for one in code.sites.get("detach_history", ())},
     )

@@ -14,12 +14,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
-
-import libcst as cst
-import libcst.matchers as m
+from typing import Final
 
 from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._placement import placed
 from oomdoctor.fixes._recompute_choice import choices
 from oomdoctor.fixes._terms import (
     Unfit,
@@ -27,22 +25,19 @@ from oomdoctor.fixes._terms import (
     found_or_asked,
     layer,
     model_facts,
-    need,
     proposing,
     refusing,
-    root_of,
 )
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import import_lines, rewriting
-from oomdoctor.program.arguments import last_binding
+from oomdoctor.program import import_lines
 from oomdoctor.program.magics import parsed
-from oomdoctor.program.names import bound_names, call_name, imported
+from oomdoctor.program.names import call_name, imported
 
 _EVERY: Final = (2, 1)
 """Every other part, then all."""
@@ -144,7 +139,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
     if not lines:
         raise Unfit("no model was found with parts that keep more than their input")
-    return _placed(cells, lines, imports)
+    return placed(cells, lines, imports)
 
 
 def _chosen(model: ModelFacts, asked: dict[str, Value]) -> list[str]:
@@ -176,77 +171,6 @@ def _switch(model: ModelFacts, every: int) -> str:
         some = f", every_n_layers={every}" if may_leave_out and every > 1 else ""
         lines.append(f"{layer(model, path)}({argument}{some})\n")
     return "".join(lines)
-
-
-def _placed(cells: Cells, lines: dict[ModelFacts, str], imports: tuple[str, ...]) -> Patch | Refused:
-    """Return the patch that runs each line where its model has just been made or handed over."""
-    places: dict[int, list[tuple[_Place, str]]] = {}
-    for model, line in lines.items():
-        place = need(_in_function(cells, model) if model.scope is not None else _at_top(cells, model.path))
-        places.setdefault(place.cell.number, []).append((place, line))
-    edits = []
-    for found in places.values():
-        cell, text = found[0][0].cell, found[0][0].text
-        changes: dict[cst.CSTNode, list[rewriting.Statement]] = {}
-        for place, line in found:
-            if (node := place.statement) is not None:
-                there, new = changes.get(node, [node]), rewriting.statements(line, text)
-                changes[node] = [*there, *new] if place.is_after else [*new, *there]
-        top = [line for place, line in found if place.statement is None]
-        live = [line for place, line in found if not place.in_function]
-        module = import_lines.insert_at_top(text, rewriting.exchange(text.module, changes), [*imports, *top])
-        edits.append(rewriting.edit(cells, cell, text, module, live=live or None))
-    return rewriting.join(cells, edits)
-
-
-class _Place(NamedTuple):
-    """Where a line goes: after or before a statement, or above all others of the cell."""
-
-    cell: Cell
-    text: rewriting.ParsedCell
-    statement: rewriting.Statement | None = None
-    is_after: bool = True
-    in_function: bool = False
-
-
-def _at_top(cells: Cells, path: str) -> _Place:
-    """Return the place right after a name of the notebook is bound, by a function too, or first in the failing cell."""
-    root = root_of(path)
-    declared = m.Global(names=[m.ZeroOrMore(), m.NameItem(m.Name(root)), m.ZeroOrMore()])
-    for cell in reversed(cells.beside(cells.failing).history):
-        text = rewriting.read(cell.source)
-        if isinstance(text, Refused):
-            continue
-        before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
-        if (bound := last_binding(text, root, bound_before=before)) is not None:
-            return _Place(cell, text, bound.whole)
-        functions = [one for one in rewriting.within(text.module, cst.FunctionDef) if m.findall(one, declared)]
-        if lines := [line for one in functions for line in _binding(one, root)]:
-            return _Place(cell, text, lines[-1], in_function=True)
-    return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
-
-
-def _in_function(cells: Cells, model: ModelFacts) -> _Place:
-    """Return the place in a function where its model is bound last, at its beginning where it is handed over."""
-    assert model.scope is not None
-    cell = cells.get(model.scope[0])
-    text = need(rewriting.read(cell.source))
-    root = model.path.partition(".")[0]
-    found = [one for one in rewriting.within(text.module, cst.FunctionDef) if model.scope[1] in text.lines_of(one)]
-    if not found or not isinstance(found[-1].body, cst.IndentedBlock):
-        raise Unfit(f"where {cell} makes `{model.path}` was not found")
-    body: Any = found[-1].body.body
-    if bound := _binding(found[-1], root):
-        return _Place(cell, text, bound[-1], in_function=True)
-    at = 1 if found[-1].get_docstring() is not None and len(body) > 1 else 0
-    return _Place(cell, text, body[at], is_after=False, in_function=True)
-
-
-def _binding(function: cst.FunctionDef, name: str) -> list[cst.SimpleStatementLine]:
-    """Return the lines of a function that assign to a name."""
-    target = m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))
-    lines = rewriting.within(function.body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
-    return [line for line in lines if m.findall(line, target)]
 
 
 def _recomputes(cells: Cells) -> bool:

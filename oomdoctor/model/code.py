@@ -73,6 +73,7 @@ class ModelFacts:
         fused_without_grad: modules that in evaluation without gradients compute by another, fused kernel.
         hooked: modules with hooks that are called at each forward, empty text for the model itself.
         leaves: attributes in which a forward has left tensors with their graph, a loss term or features.
+        takes_loss: its forward, or that of a part, names a loss.
         scope: of a model that only locals of a function lead to, ``(cell, line)`` of the function.
     """
 
@@ -91,6 +92,7 @@ class ModelFacts:
     fused_without_grad: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    takes_loss: bool = False
     scope: tuple[int, int] | None = None
 
 

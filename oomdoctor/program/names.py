@@ -196,12 +196,27 @@ def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
 @lru_cache(maxsize=1024)
 def loop_targets(source: str) -> frozenset[str]:
     """Return the names that the loops at the top level of a cell bind to items: ``layers[at]``, ``next(layers)``."""
-    loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    loops, assigned = _of_loops(source)
     targets: list[ast.AST] = [loop.target for loop in loops if not isinstance(loop, ast.While)]
-    for node in (node for loop in loops for node in own_nodes(loop.body)):
-        if isinstance(node, ast.Assign) and (isinstance(node.value, ast.Subscript) or call_name(node.value) == "next"):
+    for node in assigned:
+        if isinstance(node.value, ast.Subscript) or call_name(node.value) == "next":
             targets += node.targets
     return frozenset(stored(node for target in targets for node in ast.walk(target)))
+
+
+@lru_cache(maxsize=64)
+def loop_results(source: str) -> frozenset[str]:
+    """Return the names that the loops at the top level of a cell bind to what a call returns, anew in each round."""
+    _, assigned = _of_loops(source)
+    targets = [target for node in assigned if isinstance(node.value, ast.Call) for target in node.targets]
+    return frozenset(stored(node for target in targets for node in ast.walk(target)))
+
+
+def _of_loops(source: str) -> tuple[list[ast.For | ast.AsyncFor | ast.While], list[ast.Assign]]:
+    """Return the loops at the top level of a cell, and the assignments in their bodies."""
+    loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    nodes = [node for loop in loops for node in own_nodes(loop.body)]
+    return loops, [node for node in nodes if isinstance(node, ast.Assign)]
 
 
 @lru_cache(maxsize=64)

@@ -27,6 +27,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.frames import frames_of, locals_of
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
+from oomdoctor.program.names import loop_results
 
 _UNKNOWN = Unavailable("not asked in this test")
 HOST = DeviceMemory(
@@ -199,6 +200,18 @@ def test_a_loss_left_by_a_step_is_kept_alive_until_its_backward() -> None:
     after = taken(namespace)
     assert after.bytes_of(Role.GRAPH_KEPT_ALIVE) == 0
     assert holding(after, "loss").role is Role.ACTIVATION
+
+
+def test_what_a_call_returned_in_this_round_is_of_the_step_in_a_container_too() -> None:
+    model = nn.Linear(64, 64)
+    loss = model(torch.randn(32, 64)).exp().sum()
+    namespace = {"model": model, "outputs": {"loss": loss}, "losses": [loss]}
+    results = loop_results("losses = []\nfor x in data:\n    outputs = model(x)\n    losses.append(outputs['loss'])\n")
+    assert results == {"outputs"}
+    assert taken(namespace, step_results=results).bytes_of(Role.GRAPH_KEPT_ALIVE) > 0
+    del namespace["losses"]
+    assert taken(namespace, step_results=results).bytes_of(Role.GRAPH_KEPT_ALIVE) == 0
+    assert taken(namespace).bytes_of(Role.GRAPH_KEPT_ALIVE) > 0
 
 
 def test_what_the_step_was_given_is_the_batch() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from oomdoctor import chunked_loss
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
-from oomdoctor.fixes.chunks import TOLERANCE
+from oomdoctor.fixes.chunked_loss import TOLERANCE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
@@ -273,7 +273,7 @@ IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n
 @pytest.mark.parametrize(
     ("sources", "why"),
     [
-        ((IMPORTS + "loss = F.mse_loss(model(x), y)",), "no cell takes the cross-entropy"),
+        ((IMPORTS + "loss = F.mse_loss(model(x), y)",), "takes a cross-entropy"),
         (("import mylib as F\nloss = F.cross_entropy(model(x), y)",), "torch's cross_entropy"),
     ],
 )
@@ -323,12 +323,15 @@ def test_proposals() -> None:
     asked = propose(frame, evidence_of(CodeFacts(sites=PLACE)))
     assert not isinstance(asked, Refused)
     assert asked[-1].saves == (1 << 20) * 15 // 16
-    library = evidence_of(
-        CodeFacts(models=(live.model_facts(type_name="GPT2LMHeadModel"),), classes=(100,)), (6, 7, 100)
-    )
+    model = live.model_facts(type_name="GPT2LMHeadModel")
+    library = evidence_of(CodeFacts(models=(model,), classes=(100,)), (6, 7, 100))
     refused = propose(live.INCIDENT, library)
     assert isinstance(refused, Refused)
-    assert "what a library does" in refused.reason
+    assert "takes a cross-entropy" in refused.reason
+    library = replace(library, code=replace(library.code, models=(replace(model, takes_loss=True),)))
+    head = propose(live.INCIDENT, library)
+    assert not isinstance(head, Refused)
+    assert [one.saves for one in head] == [2 * 6 * 7 * 100 * 4 * (chunks - 1) // chunks for chunks in (2, 4, 8, 16)]
 
 
 def asking(requested: int, classes: tuple[int, ...], frame: str = "torch/nn/modules/linear.py:134 forward") -> Any:
@@ -366,7 +369,7 @@ def test_scores_over_as_many_positions_as_classes_are_no_logits(shape) -> None:
 @pytest.mark.parametrize(
     ("evidence", "why"),
     [
-        (evidence_of(CodeFacts(classes=(100,)), (6, 100)), "no cell takes a cross-entropy"),
+        (evidence_of(CodeFacts(classes=(100,)), (6, 100)), "takes a cross-entropy"),
         (evidence_of(CodeFacts(sites=PLACE, classes=(100,)), (6, 99)), "no logits"),
         (evidence_of(CodeFacts(sites=PLACE, classes=(100,)), (1, 100)), "one row"),
         (
