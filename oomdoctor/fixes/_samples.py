@@ -94,7 +94,8 @@ class Value:
 
     Attributes:
         counted: for a mean over the entries of a target alone that differ from a number: the texts of both.
-        model: the type of the model that returned it.
+        model: the type of the model that returned it; ``labels``: source text, over the batch, of the labels that it
+            was given by name.
         is_number: of a scalar: one of Python's, and no tensor.
         entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
     """
@@ -102,6 +103,7 @@ class Value:
     shape: Shape
     counted: tuple[str, str] | None = None
     model: str | None = None
+    labels: str | None = None
     is_number: bool = False
     entries: str | None = None
 
@@ -205,7 +207,9 @@ class Samples:
             case ast.Subscript() if _is_size(node.value):
                 return _COUNT if ast.unparse(node.slice) == "0" else _PLAIN
             case ast.Subscript():
-                of = self.value(node.value)
+                of, key = self.value(node.value), ast.unparse(node.slice)
+                if of.model is not None and (key == "'loss'" or (key == "0" and of.labels is not None)):
+                    return self._own_loss(of)
                 return replace(_ROWS, entries=_at(of, node.slice), model=of.model)
             case ast.BinOp():
                 return self._binary(node)
@@ -222,7 +226,8 @@ class Samples:
     def _call(self, node: ast.Call) -> Value:
         name = called(node.func)
         if name in self.models and name not in self.functions:
-            return replace(_ROWS, model=self.models[name])
+            given = [self.value(keyword.value).entries for keyword in node.keywords if keyword.arg == "labels"]
+            return replace(_ROWS, model=self.models[name], labels=given[0] if given else None)
         form = self.losses.get(name) or (function_form(node) if name not in self.functions else None)
         if form is None and isinstance(node.func, ast.Call):
             form = loss_made_by(node.func)
@@ -266,11 +271,12 @@ class Samples:
 
     def _own_loss(self, of: Value) -> Value:
         """Return the loss that a model of the transformers library computes from the labels it was given."""
-        batch = next((name for name, value in self.names.items() if value.shape is Shape.BATCH), None)
-        if of.model is None or batch is None or of.model.endswith("ForSequenceClassification"):
+        batches = (name for name, value in self.names.items() if value.shape is Shape.BATCH)
+        labels = of.labels or next((f"{batch}['labels']" for batch in batches), None)
+        if of.model is None or labels is None or of.model.endswith("ForSequenceClassification"):
             return _MEAN
         shifted = "[:, 1:]" if of.model.endswith(_SHIFTED) else ""
-        return replace(_MEAN, counted=(f"{batch}['labels']{shifted}", _IGNORED))
+        return replace(_MEAN, counted=(f"{labels}{shifted}", _IGNORED))
 
     def _binary(self, node: ast.BinOp) -> Value:
         left, right = self.value(node.left), self.value(node.right)

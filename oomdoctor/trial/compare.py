@@ -228,7 +228,7 @@ class _Comparison:
         of_part = bound_in_other_loops(after.source, unchanged.known)
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
-        of_its = {one.path for one in found if _is_of(one.path, beside & of_part) and left[one.path].is_tensor}
+        of_its = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
         excused = beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
@@ -322,12 +322,6 @@ def _end_of(make: Callable[[], End]) -> End:
         return cast("End", end)
     late = f"it did not end within {_RUN_S:.0f} s"
     return End(error=late if copy.is_late else copy.failed, is_ours=True)
-
-
-def _is_of(path: str, names: set[str]) -> bool:
-    """Tell whether a path is one step below a name: what lies deeper may be the program's, and was met there first."""
-    root = _root(path)
-    return root in names and re.fullmatch(r"\.\w+|\[[^][]*\]", path.removeprefix(root)) is not None
 
 
 def _root(path: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import textwrap
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from observed import facts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomdoctor.fixes import _micro_writer
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, patch, propose
@@ -729,6 +731,36 @@ def test_a_constant_of_the_notebook_is_what_a_loss_passes_over(name: str, cell: 
     rows = rows_seen(split["model"])
     run(after(made, tuple(sources)), split)
     assert max(rows) in (4, 5)
+    assert distance(plain, split) <= TOLERANCE
+    assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
+
+
+OWN_LOSS = """
+    for ids, labels in texts:
+        optimizer.zero_grad()
+        outputs = model(input_ids=ids, labels=labels)
+        loss = outputs.loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("taken", ["outputs.loss", "outputs['loss']", "outputs[0]"])
+def test_labels_by_name_are_what_a_model_takes_its_loss_over(taken: str) -> None:
+    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=16, bos_token_id=1, eos_token_id=1)
+    sources = [textwrap.dedent(SETUP), "losses = []\n", textwrap.dedent(OWN_LOSS).replace("outputs.loss", taken)]
+    plain = texts_of()
+    ids = plain["texts"].dataset.tensors[0]
+    plain |= {"model": GPT2LMHeadModel(config).eval(), "texts": [(ids, ids.masked_fill(ids == 0, -100))]}
+    plain["optimizer"] = torch.optim.SGD(plain["model"].parameters(), lr=0.1)
+    cells = cells_of(*sources)
+    made = patch(cells, evidence(cells, plain), PARTS)
+    assert isinstance(made, Patch), made
+    assert "(micro_labels[:, 1:] != -100).sum()" in made.edits[-1].after
+    split = copy.deepcopy(plain)
+    run(sources, plain)
+    run(after(made, tuple(sources)), split)
     assert distance(plain, split) <= TOLERANCE
     assert split["losses"] == pytest.approx(plain["losses"], rel=TOLERANCE)
 

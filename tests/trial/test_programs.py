@@ -117,6 +117,46 @@ def test_a_library_reads_the_clocks_of_a_trial_by_a_name_of_its_own(tmp_path: Pa
     assert trial.same is True, trial
 
 
+OUTPUTS = """\
+import torch
+from types import SimpleNamespace
+torch.manual_seed(7)
+table = torch.nn.Embedding(11, 11)
+optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+texts = torch.randint(0, 11, (3, 8, 5))
+targets = texts.clone()
+targets[:, 0, :3] = -100
+
+def model(ids, labels):
+    logits = table(ids)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
+    return {"loss": loss, "logits": logits, "cache": SimpleNamespace(layers=[{"keys": logits + 1}])}
+"""
+STEP = """\
+for ids, labels in zip(texts, targets):
+    optimizer.zero_grad()
+    outputs = model(ids, labels)
+    outputs["loss"].backward()
+    optimizer.step()
+"""
+STEP_IN_PARTS = """\
+for ids, labels in zip(texts, targets):
+    optimizer.zero_grad()
+    for part, marks in PARTS:
+        outputs = model(part, marks)
+        (outputs["loss"] * ((marks[:, 1:] != -100).sum() / (labels[:, 1:] != -100).sum())).backward()
+    optimizer.step()
+"""
+
+
+def test_outputs_of_the_last_part_are_so_however_deep(tmp_path: Path) -> None:
+    # Lines of this file are known to a trial as the user's own.
+    after = STEP_IN_PARTS.replace("PARTS", "zip(ids.chunk(3), labels.chunk(3))")
+    trial = tried({"setup": [OUTPUTS], "before": [STEP], "after": [after]}, tmp_path)
+    assert trial.same is True, trial
+    assert "outputs" in trial.beside
+
+
 def test_a_run_that_fails_before_it_trains_tells_nothing(tmp_path: Path) -> None:
     setup = "import torch\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
     before = "assert model(x).isnan().all()\nmodel(x).square().mean().backward()\n"
