@@ -8,6 +8,7 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 from __future__ import annotations
 
 from oomdoctor.pipeline.failure import accelerator_of as accelerator_of
+from oomdoctor.pipeline.failure import budget_of as budget_of
 from oomdoctor.pipeline.failure import by_message as by_message
 from oomdoctor.pipeline.failure import cases as cases
 from oomdoctor.pipeline.failure import diagnose as diagnose

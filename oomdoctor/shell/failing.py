@@ -240,6 +240,12 @@ def _plan(extension: Extension, case: Case, *, later: bool) -> Case:
     return pipeline.record(priced)
 
 
+def planned_within(extension: Extension, case: Case, opened: OpenCase, reserve: int) -> Case:
+    """Return the case with its fixes priced anew, for so many bytes less than there are."""
+    terms: dict[str, Any] = {"time_budget_s": extension.config.forecast_time_s, "reserve": reserve}
+    return pipeline.record(pipeline.plan(case, opened.session, opened.transaction.restore, **terms))
+
+
 def _recalled(extension: Extension, case: Case, session: Session, reserve: int) -> Case | None:
     """Return the case planned with what healed it before; None where there is nothing, or `auto` may not use it."""
     auto, remedy = extension.config.auto, extension.remedies.of(case, session.cells.failing.source)

@@ -143,14 +143,14 @@ class _Doctor:
             return ""
         return why_not_retried(self._extension, case.outcome)
 
-    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
+    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
         """Do what a button asks for, as if the user had typed it."""
         extension, case = self._extension, pipeline.last_case()
         if case is None or case.number != self._number:
             print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
             return None
-        line = f"%oomdoctor {verb}" if number is None else f"%oomdoctor {verb} {number}"
-        watch = None if extension.open is None or verb == "undo" else _Watch(extension, extension.open, tell)
+        line = f"%oomdoctor {verb}" if what is None else f"%oomdoctor {verb} {what}"
+        watch = None if extension.open is None or verb in ("undo", "fit") else _Watch(extension, extension.open, tell)
         try:
             run_cell_anywhere(extension.shell, line)
         except OomDoctorError as exc:

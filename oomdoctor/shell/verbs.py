@@ -19,12 +19,13 @@ from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
-from oomdoctor.model.sizes import format_size
+from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell import retrying
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.outputs import one_line
+from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -86,6 +87,25 @@ def fix(extension: Extension, words: list[str]) -> None:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
     extension.request = retrying.Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
+
+
+def fit(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor fit SIZE`: plan the failed cell again, for no more memory than that, such as 11GiB."""
+    from oomdoctor.shell.failing import planned_within
+
+    if len(words) != 1:
+        raise UsageError("fit takes the memory that the cell may need, such as 11GiB")
+    size, case = parse_size(words[0]), _case()
+    opened = _retryable(extension)
+    most = pipeline.budget_of(case.evidence, 0)
+    if most is None:
+        raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
+    if size > most:
+        raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
+    if (last := extension.shown) is not None and hasattr(extension.shell, "kernel"):
+        last.update(planned_within(extension, case, opened, most - size))
+    else:
+        Shown(extension).show(planned_within(extension, case, opened, most - size))
 
 
 def retry(extension: Extension, words: list[str]) -> None:
@@ -260,7 +280,7 @@ def _retryable(extension: Extension) -> retrying.OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, retry, diff, undo, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, cases, simulate, rules, config, help_)
 }
 
 

@@ -35,6 +35,7 @@ _WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
 """The layout of a row that breaks where the screen is narrow."""
 _FITTING: Final = {"width": "auto", "min_width": "7em"}
 """A button as wide as its name: the width that ipywidgets gives leaves no room for a dose."""
+_NARROW: Final = {"width": "auto", "max_width": "14em"}
 _DIFF: Final = (
     "font-family:var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));overflow-x:auto;"
     "white-space:pre;line-height:1.3;color:inherit;background:none"
@@ -59,8 +60,8 @@ class Doctor(Protocol):
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
 
-    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
-        """Do ``fix`` with the fix of a number, ``retry`` with the best, ``undo``; return how a retry ended.
+    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
+        """Do ``fix`` with the fix of a number, ``fit`` with a size, ``retry``, ``undo``; return how a retry ended.
 
         Args:
             tell: takes a retry as it goes, on any thread.
@@ -92,12 +93,16 @@ class Panel:
         self._buttons, self._progress = Buttons(widgets), Progress(widgets)
         self._rows: list[Row] = []
         self._has_best = False
-        self._waits = ""
+        self._waits = self._fits = ""
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo", None))
+        self._fit = widgets.Text(
+            description="Fit in", tooltip="Plan for no more memory than this", continuous_update=False, layout=_NARROW
+        )
+        self._fit.observe(lambda _: self._fit_in(), "value")
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
         self._note = widgets.HTML()
-        head = [first if typed else self._best, self._undo, self._auto(), self._note]
+        head = [first if typed else self._best, self._undo, self._fit, self._auto(), self._note]
         # What is put out by a retry stands where that is watched.
         self._above = (widgets.HBox(head, layout=_WRAPPING), self._progress.box, self._buttons.output)
         self.box = widgets.VBox(self._above)
@@ -120,6 +125,8 @@ class Panel:
         self._waits = "Forecasts are being made." if plan.pending else ""
         if not plan.pending:
             self._fill(plan)
+        budget = plan.unchanged.budget
+        self._fits = self._fit.value = "" if budget is None else format_size(budget)
         self.refresh()
 
     def refresh(self) -> None:
@@ -131,6 +138,7 @@ class Panel:
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, enabled=bool(in_place))
         self._buttons.enable(self._best, enabled=self._has_best and can_retry)
+        self._buttons.enable(self._fit, enabled=bool(self._fits) and not self._waits and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
@@ -157,8 +165,12 @@ class Panel:
         chosen.observe(choose, "value")
         return chosen
 
-    def _press(self, verb: str, number: int | None) -> None:
-        ended = self._doctor.press(verb, number, self._progress.show)
+    def _fit_in(self) -> None:
+        if self._fit.value != self._fits:  # which is what the plan is for already
+            self._buttons.press(self._fit, lambda: self._press("fit", self._fit.value.replace(" ", "")))
+
+    def _press(self, verb: str, what: int | str | None) -> None:
+        ended = self._doctor.press(verb, what, self._progress.show)
         if ended is not None:
             self._progress.end(ended)
         elif verb == "undo" and not self._doctor.in_place:
@@ -286,7 +298,7 @@ class Buttons:
     def add(self, name: str, tooltip: str, do: Callable[[], None]) -> Any:
         """Return a new button that does ``do``."""
         button = self._widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
-        button.on_click(lambda _: self._press(button, do))
+        button.on_click(lambda _: self.press(button, do))
         self.enable(button, enabled=True)
         return button
 
@@ -295,7 +307,8 @@ class Buttons:
         self._enabled[button] = enabled
         button.disabled = self._running or not enabled
 
-    def _press(self, button: Any, do: Callable[[], None]) -> None:
+    def press(self, button: Any, do: Callable[[], None]) -> None:
+        """Do ``do`` unless something else is being done, and nothing else meanwhile."""
         if self._running or not self._enabled.get(button):
             return
         self._running = True

@@ -14,7 +14,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.sizes import GIB
+from oomdoctor.model.sizes import GIB, format_size
 from oomdoctor.views import panel
 from oomdoctor.views.panel import Live
 from oomdoctor.views.story import Retry
@@ -31,7 +31,7 @@ class Recorder:
     def __init__(self, error: BaseException | None = None, heals: Candidate | None = None) -> None:
         self.heals = heals
         self.in_place: tuple[Candidate, ...] = ()
-        self.calls: list[tuple[str, int | None]] = []
+        self.calls: list[tuple[str, int | str | None]] = []
         self.enabled_during: list[list[str]] = []
         self.box: Any = None
         self.error = error
@@ -40,8 +40,8 @@ class Recorder:
         self.outcome: OutcomeKind | None = OutcomeKind.ROLLED_BACK
         self.seen: list[str] = []
 
-    def press(self, verb: str, number: int | None, tell: Callable[[Live], None]) -> Live | None:
-        self.calls.append((verb, number))
+    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
+        self.calls.append((verb, what))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
         if verb != "undo":
             tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
@@ -124,6 +124,17 @@ def test_each_button_says_what_is_to_be_done() -> None:
     for name in ("Retry with 1", "Retry best", "Retry with 3"):
         buttons[name].click()
     assert doctor.calls == [("fix", 1), ("retry", None), ("fix", 3)]
+
+
+def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    (field,) = _of(box, ipywidgets.Text)
+    assert field.description == "Fit in"
+    assert field.value == format_size(cases.offered().plan.unchanged.budget or 0)
+    field.value = "3 GiB"
+    assert doctor.calls == [("fit", "3GiB")]
+    assert doctor.enabled_during == [[]]
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
