@@ -36,9 +36,11 @@ from oomdoctor.objects.alive import alive
 from oomdoctor.objects.frames import (
     chained,
     frames_of,
+    home_of,
     leads_nowhere,
     lines_of,
     local_modules,
+    locals_of,
     running_frames,
     standing_in,
     steps_of,
@@ -47,6 +49,7 @@ from oomdoctor.objects.frames import (
 from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, user_names
+from oomdoctor.program import words
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 
 if TYPE_CHECKING:
@@ -210,7 +213,7 @@ def _facts(
     objects = [found.get(kind, ()) for kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.LOADER)]
     running = [] if line is None else lines_of(exc, filenames, (cells.failing.number, line))
     with _unobserved():
-        return facts(
+        code = facts(
             cells,
             spelled(session.namespace),
             *objects,
@@ -223,6 +226,18 @@ def _facts(
             is_kept=session.is_kept,
             tries=exc is not None and session.accelerator.name == "cpu",
         )
+    return replace(code, grad_disabled=code.grad_disabled or is_within_no_grad(exc))
+
+
+def is_within_no_grad(exc: BaseException | None) -> bool:
+    """Return whether a function was running that a decorator turns gradients off for, in a library as well.
+
+    Source: ``torch.utils._contextlib.context_decorator``, whose wrapper holds the method of the context that it enters.
+    """
+    frames = (step.tb_frame for link in chained(exc) for step in steps_of(traceback_of(link)))
+    wrappers = (one for one in frames if home_of(one) == "torch.utils._contextlib")
+    entered = (locals_of(one).get("ctx_factory") for one in wrappers)
+    return any(type(getattr(one, "__self__", None)).__name__ in words.GRADLESS for one in entered)
 
 
 def _unobserved() -> Any:

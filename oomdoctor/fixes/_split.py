@@ -30,17 +30,19 @@ def in_parts(model: Any, parts: int) -> Callable[..., Any]:
 
     Args:
         model: a ``torch.nn.Module``, called with tensors of which the first has the batch in dimension 0. Where that
-            one is in host memory and the model on a device, its parts are moved there one by one.
+            one is in host memory and the model on a device, its parts are moved there one by one. Or its ``generate``,
+            whose parts are padded to the longest as it pads a batch, and which keeps no graph.
         parts: how many; one of a batch of a single sample.
 
     Raises:
         OomDoctorError: it is compiled, replicated or sharded, or has forward hooks below it; raised by a call whose
             arguments or output cannot be split, or that changes what it would for each part.
     """
-    path = type(model).__name__
-    _forward.refuse_unless_plain(path, model, _DATA_PARALLEL)
-    _forward.refuse_hooks(path, model)
-    return _InParts(path, model, parts)
+    owner = getattr(model, "__self__", model)
+    path = type(owner).__name__
+    _forward.refuse_unless_plain(path, owner, _DATA_PARALLEL)
+    _forward.refuse_hooks(path, owner)
+    return _InParts(path, owner, model, parts)
 
 
 class _InParts:
@@ -48,19 +50,22 @@ class _InParts:
 
     inside = False
 
-    def __init__(self, path: str, model: Any, parts: int) -> None:
-        self._path, self._model, self._parts = path, model, parts
+    def __init__(self, path: str, model: Any, call: Callable[..., Any], parts: int) -> None:
+        self._path, self._model, self._call, self._parts = path, model, call, parts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward: whole where it is part of another one already split, or where there is one sample."""
         if _InParts.inside or (call := divide(self._path, args, kwargs)).rows < 2:
-            return self._model(*args, **kwargs)
+            return self._call(*args, **kwargs)
         _forward.refuse_batch_norm(self._path, self._model)
         devices = _forward.devices(self._model)
         watch, marks = _recompute.StateWatch(self._path, self._model), _forward.rng_marks(devices)
         most = -(-call.rows // self._parts)
         rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
-        whole = gathered(self._path, self._each(call, devices[0] if len(devices) == 1 else None), rows)
+        parts = self._each(call, devices[0] if len(devices) == 1 else None)
+        if self._call is not self._model:
+            parts = iter(_as_long(list(parts), self._model))
+        whole = gathered(self._path, parts, rows)
         if (changed := watch.changed()) is not None:
             raise OomDoctorError(f"{self._path} is not split: its forward changes {changed}, as it would for each part")
         if not _forward.active_dropout(self._model) and marks != _forward.rng_marks(devices):
@@ -69,7 +74,7 @@ class _InParts:
 
     def _each(self, call: Divided, device: torch.device | None) -> Iterator[Any]:
         for args, kwargs in call.chunks(self._parts, device):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._call is self._model:
                 yield _recompute.recomputed(self._path, self._model, self._whole, args, kwargs)
             else:
                 yield self._whole(*args, **kwargs)
@@ -78,9 +83,26 @@ class _InParts:
         """Run the model with nothing split below it, in the backward pass as well."""
         outside, _InParts.inside = _InParts.inside, True
         try:
-            return self._model(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
             _InParts.inside = outside
+
+
+def _as_long(parts: list[Any], model: Any) -> list[Any]:
+    """Return what was generated for the parts, padded on the right to the longest.
+
+    Source: ``transformers.GenerationMixin``, which goes on with a row that has ended by the token for padding, else by
+    the first that ends one.
+    """
+    if not all(isinstance(part, torch.Tensor) and part.ndim == 2 for part in parts):
+        return parts
+    settings, longest = getattr(model, "generation_config", None), max(part.shape[1] for part in parts)
+    ends = getattr(settings, "eos_token_id", None)
+    pad = getattr(settings, "pad_token_id", None)
+    pad = (ends[0] if isinstance(ends, list) else ends) if pad is None else pad
+    if pad is None:
+        return parts
+    return [torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=pad) for part in parts]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,6 +5,7 @@ and modules of the user's as well. The loss and its one backward stay as they ar
 loss is kept. A forward that draws random numbers without dropout that was announced, changes state of its own, or
 returns what is not made of rows for the samples (a loss) is refused as it runs; BatchNorm in training mode before.
 ``chunked_inference``: without gradients nothing is kept of a part but its result, which is written into the whole one.
+Of a ``generate``, each part's keys and values are let go of before the next one's, and shorter texts are padded.
 Where the code moves the batch to the device in the call, the parts are moved one by one. The results are equal up to
 rounding: libraries choose other kernels for other numbers of rows. That a sample's output does not depend on the
 others is shown by the trial of both programs.
@@ -33,7 +34,7 @@ from oomdoctor.fixes._terms import (
 )
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import ModelFacts
+from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -84,8 +85,7 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 @proposing
 def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose 2 to 64 parts, no more than the batch has samples where that is known."""
-    if not evidence.code.grad_disabled:
-        raise Unfit("the failing line runs with gradients on, so that activations of every part would be kept")
+    _check_without_gradients(evidence.code)
     _check_apart(_models(evidence))
     size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     for chunks in _doses(_CHUNKS_OF_PREDICTIONS, size, evidence):
@@ -116,6 +116,13 @@ def _doses(counts: Sequence[int], size: int, evidence: Evidence) -> list[int]:
     return fitting
 
 
+def _check_without_gradients(code: CodeFacts) -> None:
+    """Raise ``Unfit`` where the graph of each part would be kept; what is generated, token ids, has none."""
+    trains = any(loop.in_failing_run for loop in code.loops)
+    if not code.grad_disabled and (code.generates is None or trains):
+        raise Unfit("the failing line runs with gradients on, so that activations of every part would be kept")
+
+
 def _check_apart(models: Sequence[ModelFacts]) -> None:
     """Raise ``Unfit`` where the samples of a batch cannot be run apart with the same results."""
     for model in models:
@@ -139,8 +146,7 @@ def _patch_inference(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
     code = evidence.code
     if (through := _trainers.patched("chunked_inference", cells, evidence, dose)) is not None:
         return through
-    if not code.grad_disabled:
-        raise Unfit("the failing line runs with gradients on")
+    _check_without_gradients(code)
     _check_apart(code.models)
     sites = code.sites.get("chunked_inference", ())
     if any(loop.in_failing_run for loop in code.loops):
@@ -155,9 +161,10 @@ def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = 
 
     Args:
         found: by ``inference_precision.detect_runs``.
-        moves: let it move the parts of what a call moves to the device.
+        moves: predictions: let it move the parts of what a call moves to the device, and generate in parts.
     """
-    sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(_OTHERWISE)]
+    otherwise = ".forward" if moves else _OTHERWISE
+    sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(otherwise)]
     if any("in_parts(" in cell.source for cell in cells.history):
         raise Unfit("a model is given parts of the batch already")
     if not sites:

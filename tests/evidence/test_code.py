@@ -10,6 +10,7 @@ import torch
 from observed import facts
 from torch import nn
 
+from oomdoctor.evidence import moment
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 
@@ -685,3 +686,15 @@ def test_grad_disabled_in_a_function_of_an_earlier_cell(at: int, off: bool) -> N
 
 def test_cells_that_are_not_python_are_passed_over() -> None:
     assert read("%%bash\nfor x in *; do echo $x; done", "def (:", PLAIN).loops[0].cell == 3
+
+
+@pytest.mark.parametrize(("decorator", "off"), [(torch.no_grad, True), (torch.inference_mode, True), (None, False)])
+def test_a_decorator_of_a_library_turns_gradients_off(decorator, off) -> None:
+    def generate() -> None:
+        raise MemoryError
+
+    generate = decorator()(generate) if decorator is not None else generate
+    with pytest.raises(MemoryError) as failed:
+        generate()
+    assert moment.is_within_no_grad(failed.value) is off
+    assert moment.is_within_no_grad(None) is False

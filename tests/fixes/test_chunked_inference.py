@@ -12,6 +12,7 @@ from running import fail
 from settings import DEFAULT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split, get
@@ -305,3 +306,32 @@ def test_a_prediction_of_an_earlier_cells_function_is_split() -> None:
     family = replace(PREDICTION, name="decorated", templates=(*PREDICTION.templates[:-1], decorated, last))
     assert fail(family).evidence.code.grad_disabled
     assert check(FIX, family, DEFAULT).forms == ("patch",)
+
+
+def generator(**settings: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, **settings)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("ends", [2, [7, 9, 11, 13, 17, 19, 23]])
+@pytest.mark.parametrize("pads", [0, None])
+def test_generated_texts_are_padded_as_those_of_the_whole_batch(ends, pads) -> None:
+    model = generator(eos_token_id=ends, pad_token_id=pads)
+    asked = {"input_ids": torch.randint(3, 50, (13, 5)), "max_new_tokens": 20, "do_sample": False}
+    asked["attention_mask"] = torch.ones_like(asked["input_ids"])
+    whole = model.generate(**asked)
+    assert torch.equal(in_parts(model.generate, 4)(**asked), whole)
+    with pytest.raises(OomDoctorError, match="draws random numbers"):
+        in_parts(model.generate, 4)(**asked | {"do_sample": True})
+
+
+def test_a_generation_is_split_though_its_line_has_gradients_on() -> None:
+    found = evidence(grad_disabled=False)
+    found = replace(found, code=replace(found.code, generates="model.generate(X)"))
+    source = "out = model.generate(X, max_new_tokens=8)\n"
+    split = patched(found, source)
+    assert isinstance(split, Patch), split
+    assert split.edits[0].after.endswith("out = in_parts(model.generate, 4)(X, max_new_tokens=8)\n")
+    trains = replace(found, code=replace(found.code, loops=(live.loop(1, 1),)))
+    assert isinstance(patched(trains, source), Refused)
