@@ -6,26 +6,28 @@
 has the gradient of the logits of one chunk at a time: in the backward pass a chunk's logits are made again from what
 the output layer was given. How the rows of the loss lie in those of the layer is told by what each function between
 them does to numbers of rows in the place of logits: it moves them (``view``, a slice), or it computes (a cast, a
-division), which is done again. After what does neither, the loss alone is taken in chunks. Losses that come out
-otherwise the second time are an error. Limit: the logits are made whole in the forward, since a model may return them.
+division), which is done again. A few rows are made again in the forward: where they come out otherwise, or the logits
+lie in another graph, the loss alone is taken in chunks. Limit: the logits are made whole in the forward, since a model
+may return them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from typing import Any, Final, NamedTuple, cast
+from weakref import ref
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import CrossEntropyLoss, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomdoctor.errors import OomDoctorError, StateError
+from oomdoctor.errors import StateError
 from oomdoctor.fixes import _forward
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -35,8 +37,12 @@ _WIDENS: Final = 2
 """So many times as many outputs as inputs has a layer whose logits are worth making twice."""
 _FIRST: Final = 1 << 40
 """Number of the first row: what computes with such numbers does not give one of them."""
-_LOSS_MOVES: Final = 0.02
-"""How far a chunk's losses may lie apart when they are taken twice, of the largest: bfloat16 has three digits."""
+_NODES: Final = 8
+"""So many nodes of a graph does a function make at most that only moves or casts."""
+_TRIED: Final = 4
+"""Rows, or slices of them, that are made again in the forward to see whether they come out as they were."""
+_LEAST: Final = 1e-3
+"""How far logits that are made again may lie apart, of the largest, where their type has more digits than that."""
 
 
 def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
@@ -70,8 +76,8 @@ def chunked_head(model: Any, chunks: int) -> None:
         chunks: how many.
 
     Raises:
-        OomDoctorError: it is compiled, replicated or sharded; raised in the backward pass where a chunk's losses come
-            out otherwise than in the forward.
+        OomDoctorError: it is compiled, replicated or sharded; raised in a backward pass of which another one is to be
+            taken, or where a hook asks for the gradient of the logits.
     """
     _forward.refuse_unless_plain(type(model).__name__, model)
     if type(mark := vars(model).get("forward")) is _Headed:
@@ -97,22 +103,34 @@ class _Headed:
             return self.__wrapped__(*args, **kwargs)
 
 
+class _Step(NamedTuple):
+    """A call of which the first argument is followed: ``function(first, *rest, **options)``."""
+
+    function: Callable[..., Any]
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    before: torch.Size
+    after: torch.Size
+
+
 class _Made(NamedTuple):
-    """What is known of logits: which call made them, how their rows lie in its own, what was computed on the way.
+    """What is known of logits: the call that made many numbers of each row of ``inputs``, and those that came after it.
 
     Attributes:
-        call: ``function(inputs, *rest, **options)``, which made ``classes`` numbers of each row of its inputs.
-        autocast: whether it ran so, and in which type.
-        rows: numbers of the rows, in the shape of the logits with a single one in the place of the classes.
+        autocast: whether it ran so, and in which type; ``eps``: the last digit of what it made, as a share.
         version: of the logits; another one tells that something was written into them.
+        grad_fn: their place in the graph: another one, or None, tells that they were cut out of it.
+        passed: the tensors on the way, whose hooks want gradients that there will not be.
     """
 
-    call: tuple[Callable[..., Any], torch.Tensor, tuple[Any, ...], dict[str, Any]]
-    classes: int
+    inputs: torch.Tensor
+    layer: _Step
     autocast: tuple[bool, torch.dtype]
-    rows: torch.Tensor
-    computed: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    eps: float
+    steps: tuple[_Step, ...]
     version: int
+    grad_fn: Any
+    passed: tuple[ref[torch.Tensor], ...]
 
 
 class _Follow(TorchFunctionMode):
@@ -129,78 +147,167 @@ class _Follow(TorchFunctionMode):
             return self._loss(_given(args, kwargs))
         first = args[0] if args else None
         known = self._known(first)
+        before = first.shape if isinstance(first, torch.Tensor) else None
         result = func(*args, **kwargs)
-        if isinstance(first, torch.Tensor) and isinstance(result, torch.Tensor) and result.is_floating_point():
-            made = _made(func, first, args[1:], kwargs, result)
-            if made is None and known is not None:
-                made = _followed(known, func, first, args[1:], kwargs, result)
-            if made is not None:
+        if isinstance(first, torch.Tensor) and before is not None and _is_linked(result):
+            step = _Step(func, tuple(args[1:]), kwargs, before, result.shape)
+            if (made := _begun(first, step, result) or (known and _continued(known, step, result))) is not None:
                 self._made[result] = made
         return result
 
     def _known(self, tensor: Any) -> _Made | None:
-        found: _Made | None = self._made.get(tensor) if isinstance(tensor, torch.Tensor) else None  # type: ignore[no-untyped-call]
-        return found if found is not None and found.version == tensor._version else None
+        if not isinstance(tensor, torch.Tensor) or not torch.is_grad_enabled():
+            return None
+        found: _Made | None = self._made.get(tensor)  # type: ignore[no-untyped-call]
+        is_same = found is not None and found.version == tensor._version and found.grad_fn is tensor.grad_fn
+        return found if is_same else None
 
     def _loss(self, given: dict[str, Any]) -> Any:
         if _why_not(given) is not None:
             return functional.cross_entropy(**given)
         made = self._known(given["input"])
-        if made is None or made.rows.shape[1] != 1 or not torch.is_grad_enabled():
+        replay = None if made is None else _replay(made, given["input"], given["target"])
+        if made is None or replay is None:
             return _reduced(given, lambda *of: _OfRows.apply(*of, self._chunks))  # type: ignore[no-untyped-call]
-        _, inputs, rest, options = made.call
-        layer = pytree.tree_leaves((rest, options))
+        tensors = pytree.tree_leaves((made.layer.rest, made.layer.options))
         return _reduced(
             given,
             lambda logits, *of: _OfLayer.apply(  # type: ignore[no-untyped-call]
-                logits.detach(), *of, self._chunks, made, inputs, *layer
+                logits.detach(), *of, self._chunks, replay, made.inputs, *tensors
             ),
         )
 
 
-def _made(func: Any, first: torch.Tensor, rest: Any, options: Any, result: torch.Tensor) -> _Made | None:
+def _is_linked(result: Any) -> bool:
+    """Tell whether it is a tensor of numbers that lies in a graph, and no transform of torch.func wraps."""
+    is_float = isinstance(result, torch.Tensor) and result.is_floating_point() and result.grad_fn is not None
+    return is_float and not torch._C._functorch.is_functorch_wrapped_tensor(result)
+
+
+def _begun(first: torch.Tensor, step: _Step, result: torch.Tensor) -> _Made | None:
     """Return what is known of the result of a call that makes many more numbers of each row than it is given."""
-    if first.ndim < 2 or result.shape[:-1] != first.shape[:-1] or result.shape[-1] < _WIDENS * first.shape[-1]:
+    before, after = step.before, step.after
+    if len(before) < 2 or after[:-1] != before[:-1] or after[-1] < _WIDENS * before[-1]:
         return None
-    device = result.device.type
-    with _disable_current_modes():
-        rows = torch.arange(_FIRST, _FIRST + first.shape[:-1].numel(), device="cpu").view(*first.shape[:-1], 1)
+    device, eps = result.device.type, torch.finfo(result.dtype).eps
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return _Made((func, first, tuple(rest), options), result.shape[-1], autocast, rows, (), result._version)
+    return _Made(first, step, autocast, eps, (), result._version, result.grad_fn, (ref(result),))
 
 
-def _followed(
-    made: _Made, func: Any, first: torch.Tensor, rest: Any, options: Any, result: torch.Tensor
-) -> _Made | None:
-    """Return what is known of the result of a function of logits: None where it neither moves nor computes rows."""
-    moved = _moved(made, func, rest, options)
-    if moved is not None and moved.ndim == result.ndim:
-        differ = [pair for pair in zip(moved.shape, result.shape, strict=True) if pair[0] != pair[1]]
-        if differ == [(1, made.classes)]:
-            return made._replace(rows=moved, version=result._version)
-    if result.shape != first.shape or any(map(torch.is_tensor, pytree.tree_leaves((rest, options)))):
+def _continued(made: _Made, step: _Step, result: torch.Tensor) -> _Made | None:
+    """Return what is known of the result of a further call; None where it lies in the graph of another one."""
+    node = result.grad_fn
+    for _ in range(_NODES):
+        if node is made.grad_fn or node is None:
+            break
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    if node is not made.grad_fn:
         return None
-    computed = (*made.computed, lambda logits: func(logits, *rest, **options))
-    return made._replace(computed=computed, version=result._version)
+    steps, passed = (*made.steps, step), (*made.passed, ref(result))
+    return made._replace(steps=steps, version=result._version, grad_fn=result.grad_fn, passed=passed)
 
 
-def _moved(made: _Made, func: Any, rest: Any, options: Any) -> torch.Tensor | None:
-    """Return the numbers of rows as a function moves them, None where it does not do that alone."""
+class _Replay(NamedTuple):
+    """How a chunk of logits is made again. It holds no tensor that the graph has to let go of.
+
+    Attributes:
+        leaves: the arguments of the layer beside its inputs, None for each tensor; ``form``: how they were nested.
+        rows: which row of the inputs each row of logits is of, in the shape of the logits with a single class.
+        computed: what was computed of the logits on the way.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    form: Any
+    autocast: tuple[bool, torch.dtype]
+    rows: torch.Tensor
+    computed: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    passed: tuple[ref[torch.Tensor], ...]
+
+    def __call__(self, inputs: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Make the logits of rows of ``inputs``, with the tensors of the layer."""
+        filled = [leaf if one is None else one for leaf, one in zip(self.leaves, tensors, strict=True)]
+        rest, options = pytree.tree_unflatten(filled, self.form)
+        with torch.autocast(inputs.device.type, self.autocast[1], enabled=self.autocast[0]):
+            logits: torch.Tensor = self.function(inputs, *rest, **options)
+            for compute in self.computed:
+                logits = compute(logits)
+        return logits.movedim(-1, 1) if logits.ndim > 2 else logits
+
+    def is_watched(self) -> bool:
+        """Tell whether somebody asks for the gradient of logits on the way."""
+        tensors = (one() for one in self.passed)
+        return any(one is not None and (one._backward_hooks or one.retains_grad) for one in tensors)
+
+
+def _replay(made: _Made, logits: torch.Tensor, target: torch.Tensor) -> _Replay | None:
+    """Return how logits are made again; None where that does not give those that there are, tried on a few rows."""
+    leaves, form = pytree.tree_flatten((made.layer.rest, made.layer.options))
+    plain = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+    tensors = [one if isinstance(one, torch.Tensor) else None for one in leaves]
+    devices = [logits.device] if logits.device.type == "cuda" else []
+    # Functions of others are run on what they were not made for: whatever that raises, they are not followed.
+    with suppress(Exception), torch.random.fork_rng(devices):
+        rows, computed = _told(made)
+        if rows.shape[1] != 1 or rows.numel() != target.numel():
+            return None
+        found = _Replay(made.layer.function, plain, form, made.autocast, rows, computed, made.passed)
+        if found.is_watched():
+            return None
+        if _forward.is_shadow_run():
+            return found
+        with torch.no_grad():
+            at = _longest(target)
+            few = torch.randint(target.shape[at], (_TRIED,), device="cpu")
+            chosen = rows.index_select(at and at + 1, few).squeeze(1).to(logits.device)
+            again = found(made.inputs.flatten(0, -2)[chosen], tensors)
+            there = logits.index_select(at and at + 1, few.to(logits.device))
+            if bool(((again - there).abs() <= max(_LEAST, 4 * made.eps) * there.abs().max()).all()):
+                return found
+    return None
+
+
+def _told(made: _Made) -> tuple[torch.Tensor, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]:
+    """Return which row each row of logits is of, and what was computed of them, by what each call does to numbers.
+
+    Raises:
+        StateError: one neither moves rows nor computes in each of them.
+    """
+    classes, count = made.layer.after[-1], made.layer.before[:-1].numel()
+    computed: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     def single(leaf: Any) -> Any:
         """One row has one number in the place of its classes; what chooses among rows is brought to them."""
         if isinstance(leaf, torch.Tensor):
             return leaf.cpu()
-        return 1 if type(leaf) is int and leaf == made.classes else leaf
+        return 1 if type(leaf) is int and leaf == classes else leaf
 
-    # A function that does not take such numbers does not move them; one that draws must not do so twice.
-    with suppress(Exception), _disable_current_modes(), torch.random.fork_rng(devices=()):
-        rest, options = pytree.tree_map(single, (rest, options))
-        moved = func(made.rows, *rest, **options)
-        end = _FIRST + made.call[1].shape[:-1].numel()
-        if moved.dtype is torch.int64 and bool(((moved >= _FIRST) & (moved < end)).all()):
-            return cast("torch.Tensor", moved)
-    return None
+    with _disable_current_modes():
+        rows = torch.arange(_FIRST, _FIRST + count, device="cpu").view(*made.layer.before[:-1], 1)
+        for step in made.steps:
+            moved = None
+            with suppress(Exception):
+                rest, options = pytree.tree_map(single, (step.rest, step.options))
+                moved = step.function(rows, *rest, **options)
+            if _are_moved(moved, count, classes, step.after):
+                rows = cast("torch.Tensor", moved)
+            elif step.after == step.before and not any(map(torch.is_tensor, pytree.tree_leaves(step[1:3]))):
+                computed.append(partial(_computed, step))
+            else:
+                raise StateError("it is not told how the logits were made")
+        return rows - _FIRST, tuple(computed)
+
+
+def _computed(step: _Step, logits: torch.Tensor) -> Any:
+    return step.function(logits, *step.rest, **step.options)
+
+
+def _are_moved(rows: Any, count: int, classes: int, shape: torch.Size) -> bool:
+    """Tell whether these are numbers of rows still, in a shape with a single one in the place of the classes."""
+    if not isinstance(rows, torch.Tensor) or rows.dtype is not torch.int64 or rows.ndim != len(shape):
+        return False
+    differ = [pair for pair in zip(rows.shape, shape, strict=True) if pair[0] != pair[1]]
+    return differ == [(1, classes)] and bool(((rows >= _FIRST) & (rows < _FIRST + count)).all())
 
 
 class _OfLayer(torch.autograd.Function):
@@ -208,31 +315,29 @@ class _OfLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        logits, target, options, chunks, made, *layer = given
+        logits, target, options, chunks, replay, *layer = given
         each = [_losses(part, labels, options) for part, labels in _chunks(chunks, logits, target)]
-        losses = torch.cat(each, _longest(target))
-        ctx.save_for_backward(target, losses, *(one if isinstance(one, torch.Tensor) else None for one in layer))
-        ctx.options, ctx.chunks, ctx.made = options, chunks, made
-        return losses
+        ctx.save_for_backward(target, *(one if isinstance(one, torch.Tensor) else None for one in layer))
+        ctx.options, ctx.chunks, ctx.replay = options, chunks, replay
+        return torch.cat(each, _longest(target))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
-        target, before, *layer = ctx.saved_tensors
-        is_wanted = ctx.needs_input_grad[-len(layer) :]
-        wanted = [at for at, one in enumerate(is_wanted) if one]
+        _check_once()
+        if ctx.replay.is_watched():
+            raise StateError("a hook asks for the gradient of logits, which a head in chunks does not have as a whole")
+        target, *layer = ctx.saved_tensors
+        wanted = [at for at, one in enumerate(ctx.needs_input_grad[-len(layer) :]) if one]
         own: list[Any] = [
             one if one is None else one.detach().requires_grad_(at in wanted) for at, one in enumerate(layer)
         ]
         inputs = layer[0].detach().flatten(0, -2)
         totals: list[Any] = [torch.zeros_like(inputs) if 0 in wanted else None, *(None for _ in layer[1:])]
-        parts = _chunks(ctx.chunks, ctx.made.rows, target, of_losses, before)
-        for rows, labels, of_part, losses_before in parts:
+        for rows, labels, of_part in _chunks(ctx.chunks, ctx.replay.rows, target, of_losses):
             places = _places(rows, inputs.device)
             with torch.enable_grad():
                 own[0] = inputs[places].requires_grad_(0 in wanted)
-                losses = _losses(_again(ctx.made, own), labels, ctx.options)
-            _check_alike(losses.detach(), losses_before)
+                losses = _losses(ctx.replay(own[0], own[1:]), labels, ctx.options)
             for at, grad in zip(wanted, torch.autograd.grad(losses, [own[at] for at in wanted], of_part), strict=True):
                 if at == 0:
                     totals[0].index_add_(0, places.flatten(), grad.flatten(0, -2))
@@ -241,6 +346,12 @@ class _OfLayer(torch.autograd.Function):
         if totals[0] is not None:
             totals[0] = totals[0].view_as(layer[0])
         return None, None, None, None, None, *totals
+
+
+def _check_once() -> None:
+    """Raise where a gradient of gradients is to be taken, which what is made again in a backward pass does not give."""
+    if torch.is_grad_enabled():
+        raise StateError("a gradient of gradients is taken, which a loss in chunks does not give")
 
 
 def _longest(target: torch.Tensor) -> int:
@@ -255,29 +366,10 @@ def _chunks(chunks: int, of_classes: torch.Tensor, *of_rows: torch.Tensor) -> It
 
 
 def _places(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return at which rows of its inputs a layer made the logits of a chunk."""
+    """Return of which rows of its inputs a layer made the logits of a chunk."""
     if _forward.is_shadow_run():
         return torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=device)
-    return (rows - _FIRST).squeeze(1).to(device)
-
-
-def _again(made: _Made, layer: list[Any]) -> torch.Tensor:
-    """Make the logits of a chunk from its inputs, and the layer's other tensors."""
-    function, _, rest, options = made.call
-    leaves, form = pytree.tree_flatten((rest, options))
-    filled = [leaf if one is None else one for leaf, one in zip(leaves, layer[1:], strict=True)]
-    rest, options = pytree.tree_unflatten(filled, form)
-    inputs = layer[0]
-    with torch.autocast(inputs.device.type, made.autocast[1], enabled=made.autocast[0]):
-        logits: torch.Tensor = function(inputs, *rest, **options)
-        for compute in made.computed:
-            logits = compute(logits)
-    return logits.movedim(-1, 1) if logits.ndim > 2 else logits
-
-
-def _check_alike(losses: torch.Tensor, before: torch.Tensor) -> None:
-    if not _forward.is_shadow_run() and bool(((losses - before).abs() > _LOSS_MOVES * before.abs().max()).any()):
-        raise OomDoctorError("the logits of a chunk are not those of the whole: the loss is not taken in chunks")
+    return rows.squeeze(1).to(device)
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -309,8 +401,8 @@ class _OfRows(torch.autograd.Function):
         return torch.cat(losses, _longest(target))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
+        _check_once()
         logits, target = ctx.saved_tensors
         grad = torch.empty_like(logits)
         parts = _chunks(ctx.chunks, logits, target, of_losses)

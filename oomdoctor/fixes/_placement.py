@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._terms import Unfit, need, root_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import import_lines, rewriting
@@ -18,7 +17,16 @@ from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.names import bound_names
 
 
-def placed(cells: Cells, lines: Mapping[ModelFacts, str], imports: Sequence[str]) -> Patch | Refused:
+class Owner(Protocol):
+    """What a line is about: the expression for it, and ``(cell, line)`` of the function that alone leads to it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def scope(self) -> tuple[int, int] | None: ...
+
+
+def placed(cells: Cells, lines: Mapping[Any, str], imports: Sequence[str]) -> Patch | Refused:
     """Return the patch that runs each line where its model has just been made or handed over."""
     places: dict[int, list[tuple[_Place, str]]] = {}
     for model, line in lines.items():
@@ -66,7 +74,7 @@ def _at_top(cells: Cells, path: str) -> _Place:
     return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
 
 
-def _in_function(cells: Cells, model: ModelFacts) -> _Place:
+def _in_function(cells: Cells, model: Owner) -> _Place:
     """Return the place in a function where its model is bound last, at its beginning where it is handed over."""
     assert model.scope is not None
     cell = cells.get(model.scope[0])

@@ -28,6 +28,8 @@ from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
 from oomdoctor.objects.rng import RandomState, generator_state
 
 RANDOM: Final = "random numbers"
+ANOTHER_NAME: Final = "another name"
+"""Frame of a leaf that says which path leads to the same object, and was gone before."""
 """Frame of a leaf that is the state of a generator."""
 
 _DEEPEST: Final = 12
@@ -128,7 +130,7 @@ class Leaves:
         elif depth > 0 and ((kind := kind_of(cls)) is not Kind.ATOM or has_state(value)):
             if id(value) in self._seen and kind is not Kind.TENSOR:
                 if kind is not Kind.CALLABLE:  # a change may have defined one of two names of a function anew
-                    yield path, Leaf(exact=f"is {self._seen[id(value)][0]}", frame="another name")
+                    yield path, Leaf(exact=f"is {self._seen[id(value)][0]}", frame=ANOTHER_NAME)
             else:
                 self._seen.setdefault(id(value), (path, value))
                 yield from self._inside(value, kind, path, depth, is_gradient=is_gradient)

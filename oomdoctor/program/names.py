@@ -206,10 +206,16 @@ def loop_targets(source: str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def loop_results(source: str) -> frozenset[str]:
-    """Return the names that the loops at the top level of a cell bind to what a call returns, anew in each round."""
-    _, assigned = _of_loops(source)
-    targets = [target for node in assigned if isinstance(node.value, ast.Call) for target in node.targets]
-    return frozenset(stored(node for target in targets for node in ast.walk(target)))
+    """Return the names that the loops at the top level of a cell bind to what a call returns, anew in each round.
+
+    What a call was given by that name, it may return.
+    """
+    made: set[str] = set()
+    for node in _of_loops(source)[1]:
+        names = stored(each for target in node.targets for each in ast.walk(target))
+        read = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+        made |= {name for name in names if isinstance(node.value, ast.Call) and name not in read}
+    return frozenset(made)
 
 
 def _of_loops(source: str) -> tuple[list[ast.For | ast.AsyncFor | ast.While], list[ast.Assign]]:

@@ -266,15 +266,17 @@ class Patches:
         self._namespace = namespace
         self._kept: list[tuple[Any, str, Any]] = [(sys, name, getattr(sys, name)) for name in _STREAMS]
         self._later: list[_Write] = []
-        self._unnamed: list[str] = []
+        self._whole: list[Any] = []
         self._left: dict[tuple[int, str], Any] | None = None
         writes = attributes_written(source)
         of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
         for write, names in (*((one, namespace) for one in writes), *of_codes):
             path, name, known = write
             owner = _found(path, known, names)
-            if name == ANY_NAME:
-                self._unnamed += [path] if isinstance(owner, (ModuleType, type)) and _is_librarys(owner) else []
+            if name == ANY_NAME:  # which the code makes up
+                if isinstance(owner, (ModuleType, type)) and _is_librarys(owner) and owner not in self._whole:
+                    self._whole.append(owner)
+                    self._kept += [(owner, each, value) for each, value in vars(owner).items()]
             elif isinstance(owner, (ModuleType, type)) or (type(owner) is FunctionType and _is_librarys(owner)):
                 self._kept.append((owner, name, _attribute(owner, name)))
             elif owner is None:
@@ -282,7 +284,15 @@ class Patches:
 
     def end(self) -> None:
         """Note what the cell leaves. What a later cell has put there since is left alone."""
+        self._add_new()
         self._left = {(id(owner), name): _attribute(owner, name) for owner, name, _ in self._kept}
+
+    def _add_new(self) -> None:
+        """Take in the attributes that there were not, parts apart that have been imported since."""
+        for owner in self._whole if self._left is None else ():
+            known = {name for one, name, _ in self._kept if one is owner}
+            new = (name for name, value in vars(owner).items() if name not in known and type(value) is not ModuleType)
+            self._kept += [(owner, name, _ABSENT) for name in new]
 
     def leave(self, later: Patches) -> None:
         """Have all that a later cell has exchanged stay as it is."""
@@ -291,9 +301,7 @@ class Patches:
         self._kept = [(owner, name, old) for owner, name, old in self._kept if (id(owner), name) not in exchanged]
 
     def lost(self) -> Iterator[str]:
-        """Yield a sentence for each attribute of what was not loaded yet when the cell began, or that has no name."""
-        for path in self._unnamed:
-            yield f"attributes of `{path}` may have been set by names that the cell makes up"
+        """Yield a sentence for each attribute of what was not loaded yet when the cell began."""
         for (path, name, known), names in self._later:
             owner = _found(path, known, names)
             if isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
@@ -301,6 +309,7 @@ class Patches:
 
     def restore(self) -> None:
         """Put back what was there."""
+        self._add_new()
         for owner, name, old in self._kept:
             now = _attribute(owner, name)
             if now is old or (self._left is not None and now is not self._left[id(owner), name]):

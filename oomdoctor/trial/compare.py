@@ -22,7 +22,7 @@ import torch
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.trial import Trial
-from oomdoctor.objects.leaves import RANDOM, Leaf
+from oomdoctor.objects.leaves import ANOTHER_NAME, RANDOM, Leaf
 from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.program.regions import regions
@@ -228,7 +228,10 @@ class _Comparison:
         of_part = bound_in_other_loops(after.source, unchanged.known)
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
-        of_its = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
+        others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and _root(path) not in of_part)
+        shared = tuple(leaf.exact.removeprefix("is ") for leaf in others)
+        below = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
+        of_its = {path for path in below if not path.startswith(shared)}  # what others lead to is not its own
         excused = beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):

@@ -22,7 +22,6 @@ from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.leaves import Leaf, Leaves, generators, plain_leaf, text_leaf
 from oomdoctor.objects.named import is_users, own_modules
 from oomdoctor.program.compiled import HOOK_PREFIX, compile_hooked
-from oomdoctor.program.definitions import bound_in_other_loops
 from oomdoctor.program.magics import mask
 from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.primitives import is_short_of_memory
@@ -141,9 +140,6 @@ def run(
         return End(error=error, is_ours=is_ours, rows=max(sizes, default=0), known=progress.known)
     apart = set(map(id, stage.written.values()))  # files, of which is told what stands in them
     found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    if not names:  # what others lead to as well is met there, and not below what each round of a loop makes
-        of_rounds = bound_in_other_loops(attempt.source, ())
-        found = tuple(sorted(found, key=lambda name: (name in of_rounds, name)))
     found = tuple(name for name in found if id(namespace.get(name)) not in apart)
     files_written = {name: read_back(file) for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}

@@ -208,6 +208,7 @@ def test_what_a_call_returned_in_this_round_is_of_the_step_in_a_container_too() 
     namespace = {"model": model, "outputs": {"loss": loss}, "losses": [loss]}
     results = loop_results("losses = []\nfor x in data:\n    outputs = model(x)\n    losses.append(outputs['loss'])\n")
     assert results == {"outputs"}
+    assert loop_results("for x in data:\n    history = note(history, x)\n    state, out = model(x, state)\n") == {"out"}
     assert taken(namespace, step_results=results).bytes_of(Role.GRAPH_KEPT_ALIVE) > 0
     del namespace["losses"]
     assert taken(namespace, step_results=results).bytes_of(Role.GRAPH_KEPT_ALIVE) == 0

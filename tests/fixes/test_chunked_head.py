@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (as the cells under test have it)
 from observed import facts
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from oomdoctor import chunked_head
+from oomdoctor import chunked_head, chunked_loss
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused
@@ -126,8 +128,43 @@ def test_a_step_is_the_same_up_to_rounding(head, chunks) -> None:
     assert "_OfLayerBackward" in classes_of_graph(headed(*batch())[1])
 
 
-@pytest.mark.parametrize("head", [centred, written])
-def test_what_computes_across_rows_or_writes_is_left_to_the_loss(head) -> None:
+def clamped(_model: Any, _hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(torch.relu(logits).view(-1, WORDS), y.view(-1))
+
+
+def over_classes(_model: Any, _hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2).softmax(1) * 9, y)
+
+
+def summed(_model: Any, _hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.cumsum(1).view(-1, WORDS), y.view(-1))
+
+
+def cut_out(_model: Any, _hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.detach().view(-1, WORDS), y.view(-1)) + logits.square().mean()
+
+
+def without_graph(model: Any, hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        other = model.lm_head(hidden)
+    return F.cross_entropy(other.view(-1, WORDS), y.view(-1)) + logits.square().mean()
+
+
+def hooked(_model: Any, _hidden: torch.Tensor, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits.register_hook(lambda gradient: gradient * 3)
+    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1))
+
+
+def in_another_graph(model: Any, hidden: torch.Tensor, _logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = checkpoint(lambda given: model.lm_head(given), hidden, use_reentrant=True)
+    return F.cross_entropy(logits.view(-1, WORDS), y.view(-1))
+
+
+LEFT = [centred, written, drops, clamped, over_classes, summed, cut_out, without_graph, hooked, in_another_graph]
+
+
+@pytest.mark.parametrize("head", LEFT)
+def test_what_is_no_row_of_the_layer_is_left_to_the_loss(head) -> None:
     plain = Words(head)
     headed = copy.deepcopy(plain)
     chunked_head(headed, 4)
@@ -138,11 +175,41 @@ def test_what_computes_across_rows_or_writes_is_left_to_the_loss(head) -> None:
     assert "_OfLayerBackward" not in classes_of_graph(headed(*batch())[1])
 
 
-def test_logits_that_come_out_otherwise_are_an_error() -> None:
-    model = Words(drops)
+def test_a_hook_on_the_logits_is_an_error_and_so_is_a_gradient_of_gradients() -> None:
+    model = Words()
     chunked_head(model, 4)
-    with pytest.raises(OomDoctorError, match="not those of the whole"):
-        trained(model, *batch())
+    logits, loss = model(*batch())
+    logits.retain_grad()
+    with pytest.raises(OomDoctorError, match="a hook asks"):
+        loss.backward()
+    for in_chunks in (lambda: model(*batch())[1], lambda: chunked_loss(F.cross_entropy, 2)(*rows_of(model))):
+        with pytest.raises(OomDoctorError, match="gradient of gradients"):
+            torch.autograd.grad(in_chunks(), model.embed.weight, create_graph=True)
+
+
+def rows_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch()
+    return model(x, y)[0].flatten(0, 1), y.flatten()
+
+
+def test_nothing_of_a_step_is_held_by_a_loss_that_is_kept() -> None:
+    model = Words()
+    chunked_head(model, 4)
+    kept, hidden = [], []
+    model.mlp.register_forward_hook(lambda *of: hidden.append(weakref.ref(of[-1])))
+    for _ in range(2):
+        loss = model(*batch())[1]
+        loss.backward()
+        kept.append(loss)
+    assert [one() for one in hidden] == [None, None]
+
+
+def test_a_marked_model_is_evaluated_in_inference_mode() -> None:
+    model = Words(drop=0.0)
+    plain = model(*batch())[1].item()
+    chunked_head(model, 4)
+    with torch.inference_mode():
+        assert model(*batch())[1].item() == pytest.approx(plain, rel=1e-6)
 
 
 def test_without_gradients_and_under_autocast() -> None:

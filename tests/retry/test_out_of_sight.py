@@ -189,6 +189,10 @@ PUT_BACK = {
         "tree[0].text = 'd'; tree.set('x', '2'); tree[0].append(ET.Element('e')); tree.tag = 'f'; tree.append(tree[0])",
         "ET.tostring(tree)",
     ),
+    "attributes that the cell makes names for": (
+        "import torch", "for name in ['noted', 'relu']: setattr(torch.nn.functional, name, 1)",
+        "(hasattr(torch.nn.functional, 'noted'), torch.nn.functional.relu)",
+    ),
     "the collector": (
         "", "gc.disable(); gc.set_threshold(7); gc.callbacks.append(lambda *_: None)",
         "(gc.isenabled(), gc.get_threshold(), len(gc.callbacks))",
@@ -196,10 +200,6 @@ PUT_BACK = {
 }  # fmt: skip
 
 TOLD = {
-    "an attribute that the cell makes a name for": (
-        "import types", "for name in ['noted']: setattr(torch.nn.functional, name, 1)",
-        "attributes of `torch.nn.functional` may have been set by names that the cell makes up",
-    ),
     "a context variable that had no value": (
         "step = contextvars.ContextVar('step', default=0)", "step.set(1)", "`step` was set for the first time",
     ),
@@ -690,5 +690,8 @@ def test_a_module_is_named_by_a_word_of_the_cell(tmp_path: Path, monkeypatch: py
     for cell, is_told in (("odd_parts = 1", False), ("import odd_part", True)):
         __import__("odd_part")
         transaction = Transaction({"__name__": "__main__"}, cell, lambda: 1 << 30)
-        assert any("names that the cell makes up" in text for text in transaction.losses()) is is_told
+        sys.modules["odd_part"].put("odd")
+        transaction.restore()
+        assert hasattr(torch.nn.functional, "odd") is not is_told
+        vars(torch.nn.functional).pop("odd", None)
     del sys.modules["odd_part"]
