@@ -5,14 +5,14 @@ that follow: small blocks lie elsewhere each time, and a list may keep something
 that was followed is replayed again, with the loops in it as long as they are, until nothing rises any more or the loop
 is at its end.
 
-Limits: an iteration is taken to free of the one before it what the last one freed of its own. A loop that was cut in
-its first iteration is left as it is.
+Limits: an iteration is taken to free of the one before it what the last one freed of its own; where iterations are of
+other sizes, that which is nearest in size. A loop that was cut in its first iteration is left as it is.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _ALIKE: Final = 3
 """So many iterations in a row that raise nothing are followed by others that do not; so many that do, by more."""
+_SCALES: Final = 4
+"""So many times as large may what an iteration frees be as what stands for it in another one, of a longer batch."""
 _MOST_EVENTS: Final = 200_000
 """What is put in is limited: an event takes some microseconds."""
 
@@ -131,7 +133,10 @@ class Lengthened:
             if event[0] == "alloc" and event[1] not in freed:
                 kept[event[2]].append(event[1])
         first = {size: list(names) for size, names in kept.items()}
-        passing = Counter(self._sizes.get(event[1]) for event in last if event[0] == "free" and event[1] not in own)
+        passing = Counter(self._sizes.get(event[1], 0) for event in last if event[0] == "free" and event[1] not in own)
+        stands_for = _nearest(passing, Counter({size: len(names) for size, names in kept.items()}))
+        for partners in stands_for.values():
+            passing.update(partners)
         turn = alike = rising = rise = 0
         while alike < _ALIKE and (cut.left is None or turn < cut.left):
             if (turn and self._added > _MOST_EVENTS) or (cut.left is None and rising == _ALIKE):
@@ -140,7 +145,7 @@ class Lengthened:
                 self.endless = max(self.endless, rise if cut.left is None else 0)
                 break
             allocated, reserved = self._allocator.allocated, self._allocator.peak_reserved
-            yield from self._again(last, own, freed, kept)
+            yield from self._again(last, own, freed, kept, stands_for)
             turn, self._added, self.growth = turn + 1, self._added + len(last), self.growth + unseen
             rise = self._allocator.allocated - allocated + unseen
             alike = 0 if rise or self._allocator.peak_reserved > reserved else alike + 1
@@ -158,9 +163,11 @@ class Lengthened:
         own: set[Any],
         freed: set[Any],
         kept: dict[int, list[Hashable]],
+        stands_for: Mapping[int, Sequence[int]],
     ) -> Iterator[Event]:
         """Yield the last iteration once more, and note in ``kept`` what lives on after it, by size."""
         self._turns += 1
+        others = {size: list(partners) for size, partners in stands_for.items()}
         new: list[tuple[int, Hashable]] = []
         for event in last:
             name: Hashable = (event[1], self._turns)
@@ -171,10 +178,23 @@ class Lengthened:
                 yield "alloc", name, event[2]
             elif event[1] in own:
                 yield "free", name
-            elif before := kept[self._sizes.get(event[1], 0)]:
-                yield "free", before.pop(0)
+            else:
+                size = self._sizes.get(event[1], 0)
+                if before := kept[others[size].pop() if others.get(size) else size]:
+                    yield "free", before.pop(0)
         for size, name in new:
             kept[size].append(name)
+
+
+def _nearest(freed: Counter[Any], kept: Counter[int]) -> dict[int, list[int]]:
+    """Return, for each size that was freed of the iteration before and is not kept, those that stand for it now."""
+    left, found = sorted((kept - freed).elements()), defaultdict[int, list[int]](list)
+    for size in sorted((freed - kept).elements(), reverse=True):
+        near = [one for one in left if size / _SCALES <= one <= size * _SCALES]
+        if size and near:
+            found[size].append(min(near, key=lambda one: max(one / size, size / one)))
+            left.remove(found[size][-1])
+    return dict(found)
 
 
 class _Kept:
