@@ -100,6 +100,8 @@ SETTINGS: Final[Mapping[str, Settings]] = {
     "dynamic_quantization": Settings(elsewhere="its kernels are for the CPU, and the families run on a device"),
     "expandable_segments": Settings(elsewhere="it is a setting of CUDA's allocator"),
     "free_stale": Settings(elsewhere="no family builds its model twice"),
+    "library_slices": Settings(elsewhere="no family calls a pipeline of a library"),
+    "library_tiles": Settings(elsewhere="no family calls a pipeline of a library"),
     "lighter_optimizer": Settings(heals=("mlp", "gpt", "gan", "transformers", "wide")),
     "load_mmap": Settings(elsewhere="no family reads a checkpoint"),
     "micro_batch": Settings(

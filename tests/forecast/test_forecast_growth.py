@@ -192,6 +192,16 @@ def test_what_an_inner_loop_keeps_goes_where_the_outer_one_lets_go_of_it():
     assert whole.growth == 0
 
 
+def test_what_an_iteration_frees_of_one_of_another_size_is_not_kept():
+    # Logits of a batch live until the next one's are there; batches differ in length, and one number is kept of each.
+    first = [("alloc", 1, 5 * MIB), ("alloc", 2, 512)]
+    second = [("alloc", 3, 4 * MIB), ("free", 1), ("alloc", 4, 512)]
+    whole, tally = counted([*first, *second], Cut(2, 5, 30, 2))
+    assert tally.allocated == 4 * MIB + 32 * 512
+    assert tally.peak_reserved == 9 * MIB + 512
+    assert whole.is_steady
+
+
 def test_a_loop_of_unknown_length_tells_what_each_iteration_keeps():
     whole, _ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2))
     assert whole.endless == 3 * MIB
