@@ -1,48 +1,22 @@
-"""A cross-entropy over chunks of rows, and the output layer of a model with it.
+"""A cross-entropy over chunks of rows.
 
 ``chunked_loss(F.cross_entropy, 8)`` has the log-probabilities of one chunk of rows at a time, in the backward pass too.
-
-``chunked_head(model, 8)`` does so for each cross-entropy that a forward of ``model`` takes, in a library as well, and
-has the gradient of the logits of one chunk at a time: in the backward pass a chunk's logits are made again from what
-the output layer was given. How the rows of the loss lie in those of the layer is told by what each function between
-them does to numbers of rows in the place of logits: it moves them (``view``, a slice), or it computes (a cast, a
-division), which is done again. A few rows are made again in the forward: where they come out otherwise, or the logits
-lie in another graph, the loss alone is taken in chunks. Limit: the logits are made whole in the forward, since a model
-may return them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import Any, Final, NamedTuple, cast
-from weakref import ref
+from typing import Any, Final
 
 import torch
 from torch.nn import CrossEntropyLoss, functional
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.errors import StateError
-from oomdoctor.fixes import _forward
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _SIGNATURE: Final = signature(functional.cross_entropy)
 _OPTIONS: Final = ("weight", "ignore_index", "reduction", "label_smoothing")
-_WIDENS: Final = 2
-"""So many times as many outputs as inputs has a layer whose logits are worth making twice."""
-_FIRST: Final = 1 << 40
-"""Number of the first row: what computes with such numbers does not give one of them."""
-_NODES: Final = 8
-"""So many nodes of a graph does a function make at most that only moves or casts."""
-_TRIED: Final = 4
-"""Rows, or slices of them, that are made again in the forward to see whether they come out as they were."""
-_LEAST: Final = 1e-3
-"""How far logits that are made again may lie apart, of the largest, where their type has more digits than that."""
 
 
 def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
@@ -60,325 +34,21 @@ def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
             kwargs |= {name: getattr(loss, name) for name in _OPTIONS}
         elif loss is not functional.cross_entropy:
             raise StateError("the loss is not torch's cross_entropy: it is not taken in chunks")
-        given = _given(args, kwargs)
-        if why := _why_not(given):
+        given = arguments_of(args, kwargs)
+        if why := why_not(given):
             raise StateError(f"a cross-entropy {why}")
-        return _reduced(given, lambda *of: _OfRows.apply(*of, chunks))  # type: ignore[no-untyped-call]
+        return reduced(given, lambda *of: OfRows.apply(*of, chunks))  # type: ignore[no-untyped-call]
 
     return taken
 
 
-def chunked_head(model: Any, chunks: int) -> None:
-    """Have each cross-entropy that a forward of ``model`` takes made in chunks of rows, its output layer with it.
-
-    Args:
-        model: a ``torch.nn.Module`` whose forward takes the loss. A second call changes the number of chunks.
-        chunks: how many.
-
-    Raises:
-        OomDoctorError: it is compiled, replicated or sharded; raised in a backward pass of which another one is to be
-            taken, or where a hook asks for the gradient of the logits.
-    """
-    _forward.refuse_unless_plain(type(model).__name__, model)
-    if type(mark := vars(model).get("forward")) is _Headed:
-        mark.chunks = chunks
-    else:
-        model.forward = _Headed(model, chunks)
-
-
-class _Headed:
-    """The ``forward`` of a module whose losses are taken in chunks."""
-
-    def __init__(self, module: Any, chunks: int) -> None:
-        self._module, self.chunks = module, chunks
-        self._own: _forward.Forward | None = vars(module).get("forward")
-
-    @property
-    def __wrapped__(self) -> _forward.Forward:
-        """The module's own forward, by which libraries read what arguments it takes."""
-        return self._own or type(self._module).forward.__get__(self._module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Follow(self.chunks):
-            return self.__wrapped__(*args, **kwargs)
-
-
-class _Step(NamedTuple):
-    """A call of which the first argument is followed: ``function(first, *rest, **options)``."""
-
-    function: Callable[..., Any]
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
-    before: torch.Size
-    after: torch.Size
-
-
-class _Made(NamedTuple):
-    """What is known of logits: the call that made many numbers of each row of ``inputs``, and those that came after it.
-
-    Attributes:
-        autocast: whether it ran so, and in which type; ``eps``: the last digit of what it made, as a share.
-        version: of the logits; another one tells that something was written into them.
-        grad_fn: their place in the graph: another one, or None, tells that they were cut out of it.
-        passed: the tensors on the way, whose hooks want gradients that there will not be.
-    """
-
-    inputs: torch.Tensor
-    layer: _Step
-    autocast: tuple[bool, torch.dtype]
-    eps: float
-    steps: tuple[_Step, ...]
-    version: int
-    grad_fn: Any
-    passed: tuple[ref[torch.Tensor], ...]
-
-
-class _Follow(TorchFunctionMode):
-    """Follows what makes logits to the cross-entropies that are taken of them."""
-
-    def __init__(self, chunks: int) -> None:
-        super().__init__()
-        self._chunks, self._made = chunks, WeakIdKeyDictionary()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function, in chunks where it is a cross-entropy."""
-        kwargs = kwargs or {}
-        if func is functional.cross_entropy:
-            return self._loss(_given(args, kwargs))
-        first = args[0] if args else None
-        known = self._known(first)
-        before = first.shape if isinstance(first, torch.Tensor) else None
-        result = func(*args, **kwargs)
-        if isinstance(first, torch.Tensor) and before is not None and _is_linked(result):
-            step = _Step(func, tuple(args[1:]), kwargs, before, result.shape)
-            if (made := _begun(first, step, result) or (known and _continued(known, step, result))) is not None:
-                self._made[result] = made
-        return result
-
-    def _known(self, tensor: Any) -> _Made | None:
-        if not isinstance(tensor, torch.Tensor) or not torch.is_grad_enabled():
-            return None
-        found: _Made | None = self._made.get(tensor)  # type: ignore[no-untyped-call]
-        is_same = found is not None and found.version == tensor._version and found.grad_fn is tensor.grad_fn
-        return found if is_same else None
-
-    def _loss(self, given: dict[str, Any]) -> Any:
-        if _why_not(given) is not None:
-            return functional.cross_entropy(**given)
-        made = self._known(given["input"])
-        replay = None if made is None else _replay(made, given["input"], given["target"])
-        if made is None or replay is None:
-            return _reduced(given, lambda *of: _OfRows.apply(*of, self._chunks))  # type: ignore[no-untyped-call]
-        tensors = pytree.tree_leaves((made.layer.rest, made.layer.options))
-        return _reduced(
-            given,
-            lambda logits, *of: _OfLayer.apply(  # type: ignore[no-untyped-call]
-                logits.detach(), *of, self._chunks, replay, made.inputs, *tensors
-            ),
-        )
-
-
-def _is_linked(result: Any) -> bool:
-    """Tell whether it is a tensor of numbers that lies in a graph, and no transform of torch.func wraps."""
-    is_float = isinstance(result, torch.Tensor) and result.is_floating_point() and result.grad_fn is not None
-    return is_float and not torch._C._functorch.is_functorch_wrapped_tensor(result)
-
-
-def _begun(first: torch.Tensor, step: _Step, result: torch.Tensor) -> _Made | None:
-    """Return what is known of the result of a call that makes many more numbers of each row than it is given."""
-    before, after = step.before, step.after
-    if len(before) < 2 or after[:-1] != before[:-1] or after[-1] < _WIDENS * before[-1]:
-        return None
-    device, eps = result.device.type, torch.finfo(result.dtype).eps
-    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return _Made(first, step, autocast, eps, (), result._version, result.grad_fn, (ref(result),))
-
-
-def _continued(made: _Made, step: _Step, result: torch.Tensor) -> _Made | None:
-    """Return what is known of the result of a further call; None where it lies in the graph of another one."""
-    node = result.grad_fn
-    for _ in range(_NODES):
-        if node is made.grad_fn or node is None:
-            break
-        node = next((one for one, _ in node.next_functions if one is not None), None)
-    if node is not made.grad_fn:
-        return None
-    steps, passed = (*made.steps, step), (*made.passed, ref(result))
-    return made._replace(steps=steps, version=result._version, grad_fn=result.grad_fn, passed=passed)
-
-
-class _Replay(NamedTuple):
-    """How a chunk of logits is made again. It holds no tensor that the graph has to let go of.
-
-    Attributes:
-        leaves: the arguments of the layer beside its inputs, None for each tensor; ``form``: how they were nested.
-        rows: which row of the inputs each row of logits is of, in the shape of the logits with a single class.
-        computed: what was computed of the logits on the way.
-    """
-
-    function: Callable[..., Any]
-    leaves: list[Any]
-    form: Any
-    autocast: tuple[bool, torch.dtype]
-    rows: torch.Tensor
-    computed: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    passed: tuple[ref[torch.Tensor], ...]
-
-    def __call__(self, inputs: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Make the logits of rows of ``inputs``, with the tensors of the layer."""
-        filled = [leaf if one is None else one for leaf, one in zip(self.leaves, tensors, strict=True)]
-        rest, options = pytree.tree_unflatten(filled, self.form)
-        with torch.autocast(inputs.device.type, self.autocast[1], enabled=self.autocast[0]):
-            logits: torch.Tensor = self.function(inputs, *rest, **options)
-            for compute in self.computed:
-                logits = compute(logits)
-        return logits.movedim(-1, 1) if logits.ndim > 2 else logits
-
-    def is_watched(self) -> bool:
-        """Tell whether somebody asks for the gradient of logits on the way."""
-        tensors = (one() for one in self.passed)
-        return any(one is not None and (one._backward_hooks or one.retains_grad) for one in tensors)
-
-
-def _replay(made: _Made, logits: torch.Tensor, target: torch.Tensor) -> _Replay | None:
-    """Return how logits are made again; None where that does not give those that there are, tried on a few rows."""
-    leaves, form = pytree.tree_flatten((made.layer.rest, made.layer.options))
-    plain = [None if isinstance(one, torch.Tensor) else one for one in leaves]
-    tensors = [one if isinstance(one, torch.Tensor) else None for one in leaves]
-    devices = [logits.device] if logits.device.type == "cuda" else []
-    # Functions of others are run on what they were not made for: whatever that raises, they are not followed.
-    with suppress(Exception), torch.random.fork_rng(devices):
-        rows, computed = _told(made)
-        if rows.shape[1] != 1 or rows.numel() != target.numel():
-            return None
-        found = _Replay(made.layer.function, plain, form, made.autocast, rows, computed, made.passed)
-        if found.is_watched():
-            return None
-        if _forward.is_shadow_run():
-            return found
-        with torch.no_grad():
-            at = _longest(target)
-            few = torch.randint(target.shape[at], (_TRIED,), device="cpu")
-            chosen = rows.index_select(at and at + 1, few).squeeze(1).to(logits.device)
-            again = found(made.inputs.flatten(0, -2)[chosen], tensors)
-            there = logits.index_select(at and at + 1, few.to(logits.device))
-            if bool(((again - there).abs() <= max(_LEAST, 4 * made.eps) * there.abs().max()).all()):
-                return found
-    return None
-
-
-def _told(made: _Made) -> tuple[torch.Tensor, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]:
-    """Return which row each row of logits is of, and what was computed of them, by what each call does to numbers.
-
-    Raises:
-        StateError: one neither moves rows nor computes in each of them.
-    """
-    classes, count = made.layer.after[-1], made.layer.before[:-1].numel()
-    computed: list[Callable[[torch.Tensor], torch.Tensor]] = []
-
-    def single(leaf: Any) -> Any:
-        """One row has one number in the place of its classes; what chooses among rows is brought to them."""
-        if isinstance(leaf, torch.Tensor):
-            return leaf.cpu()
-        return 1 if type(leaf) is int and leaf == classes else leaf
-
-    with _disable_current_modes():
-        rows = torch.arange(_FIRST, _FIRST + count, device="cpu").view(*made.layer.before[:-1], 1)
-        for step in made.steps:
-            moved = None
-            with suppress(Exception):
-                rest, options = pytree.tree_map(single, (step.rest, step.options))
-                moved = step.function(rows, *rest, **options)
-            if _are_moved(moved, count, classes, step.after):
-                rows = cast("torch.Tensor", moved)
-            elif step.after == step.before and not any(map(torch.is_tensor, pytree.tree_leaves(step[1:3]))):
-                computed.append(partial(_computed, step))
-            else:
-                raise StateError("it is not told how the logits were made")
-        return rows - _FIRST, tuple(computed)
-
-
-def _computed(step: _Step, logits: torch.Tensor) -> Any:
-    return step.function(logits, *step.rest, **step.options)
-
-
-def _are_moved(rows: Any, count: int, classes: int, shape: torch.Size) -> bool:
-    """Tell whether these are numbers of rows still, in a shape with a single one in the place of the classes."""
-    if not isinstance(rows, torch.Tensor) or rows.dtype is not torch.int64 or rows.ndim != len(shape):
-        return False
-    differ = [pair for pair in zip(rows.shape, shape, strict=True) if pair[0] != pair[1]]
-    return differ == [(1, classes)] and bool(((rows >= _FIRST) & (rows < _FIRST + count)).all())
-
-
-class _OfLayer(torch.autograd.Function):
-    """The losses of all rows, whose logits are made again in the backward pass, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        logits, target, options, chunks, replay, *layer = given
-        each = [_losses(part, labels, options) for part, labels in _chunks(chunks, logits, target)]
-        ctx.save_for_backward(target, *(one if isinstance(one, torch.Tensor) else None for one in layer))
-        ctx.options, ctx.chunks, ctx.replay = options, chunks, replay
-        return torch.cat(each, _longest(target))
-
-    @staticmethod
-    def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
-        _check_once()
-        if ctx.replay.is_watched():
-            raise StateError("a hook asks for the gradient of logits, which a head in chunks does not have as a whole")
-        target, *layer = ctx.saved_tensors
-        wanted = [at for at, one in enumerate(ctx.needs_input_grad[-len(layer) :]) if one]
-        own: list[Any] = [
-            one if one is None else one.detach().requires_grad_(at in wanted) for at, one in enumerate(layer)
-        ]
-        inputs = layer[0].detach().flatten(0, -2)
-        totals: list[Any] = [torch.zeros_like(inputs) if 0 in wanted else None, *(None for _ in layer[1:])]
-        for rows, labels, of_part in _chunks(ctx.chunks, ctx.replay.rows, target, of_losses):
-            places = _places(rows, inputs.device)
-            with torch.enable_grad():
-                own[0] = inputs[places].requires_grad_(0 in wanted)
-                losses = _losses(ctx.replay(own[0], own[1:]), labels, ctx.options)
-            for at, grad in zip(wanted, torch.autograd.grad(losses, [own[at] for at in wanted], of_part), strict=True):
-                if at == 0:
-                    totals[0].index_add_(0, places.flatten(), grad.flatten(0, -2))
-                else:
-                    totals[at] = grad if totals[at] is None else totals[at].add_(grad)
-        if totals[0] is not None:
-            totals[0] = totals[0].view_as(layer[0])
-        return None, None, None, None, None, *totals
-
-
-def _check_once() -> None:
-    """Raise where a gradient of gradients is to be taken, which what is made again in a backward pass does not give."""
-    if torch.is_grad_enabled():
-        raise StateError("a gradient of gradients is taken, which a loss in chunks does not give")
-
-
-def _longest(target: torch.Tensor) -> int:
-    """Return the dimension of a target that is cut into chunks."""
-    return max(range(target.ndim), key=lambda at: target.shape[at])
-
-
-def _chunks(chunks: int, of_classes: torch.Tensor, *of_rows: torch.Tensor) -> Iterator[Any]:
-    """Yield the chunks of logits, each with those of what has a number for each of their rows."""
-    at = _longest(of_rows[0])
-    yield from zip(of_classes.chunk(chunks, at and at + 1), *(one.chunk(chunks, at) for one in of_rows), strict=True)
-
-
-def _places(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return of which rows of its inputs a layer made the logits of a chunk."""
-    if _forward.is_shadow_run():
-        return torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=device)
-    return rows.squeeze(1).to(device)
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
-def _reduced(given: dict[str, Any], each: Callable[..., torch.Tensor]) -> torch.Tensor:
+def reduced(given: dict[str, Any], each: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return the loss of what ``each(logits, target, options)`` gives for all rows."""
     options = given | {"reduction": "none"}
     logits, target, reduction = options.pop("input"), options.pop("target"), given["reduction"]
@@ -390,37 +60,54 @@ def _reduced(given: dict[str, Any], each: Callable[..., torch.Tensor]) -> torch.
     return mean
 
 
-class _OfRows(torch.autograd.Function):
+class OfRows(torch.autograd.Function):
     """The losses of all rows. The gradient of each chunk is written into that of the whole: there is no second one."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any], chunks: int) -> Any:
         ctx.save_for_backward(logits, target)
         ctx.chunks, ctx.given = chunks, given
-        losses = [_losses(part, labels, given) for part, labels in _chunks(chunks, logits, target)]
-        return torch.cat(losses, _longest(target))
+        losses = [losses_of(part, labels, given) for part, labels in chunks_of(chunks, logits, target)]
+        return torch.cat(losses, longest(target))
 
     @staticmethod
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
-        _check_once()
+        check_once()
         logits, target = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        parts = _chunks(ctx.chunks, logits, target, of_losses)
-        into = (there for there, _ in _chunks(ctx.chunks, grad, target))
+        parts = chunks_of(ctx.chunks, logits, target, of_losses)
+        into = (there for there, _ in chunks_of(ctx.chunks, grad, target))
         for (part, labels, of_part), there in zip(parts, into, strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                losses = _losses(part, labels, ctx.given)
+                losses = losses_of(part, labels, ctx.given)
             there.copy_(torch.autograd.grad(losses, part, of_part)[0])
         return grad, None, None, None
 
 
-def _losses(logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+def check_once() -> None:
+    """Raise where a gradient of gradients is to be taken, which what is made again in a backward pass does not give."""
+    if torch.is_grad_enabled():
+        raise StateError("a gradient of gradients is taken, which a loss in chunks does not give")
+
+
+def longest(target: torch.Tensor) -> int:
+    """Return the dimension of a target that is cut into chunks."""
+    return max(range(target.ndim), key=lambda at: target.shape[at])
+
+
+def chunks_of(chunks: int, of_classes: torch.Tensor, *of_rows: torch.Tensor) -> Iterator[Any]:
+    """Yield the chunks of logits, each with those of what has a number for each of their rows."""
+    at = longest(of_rows[0])
+    yield from zip(of_classes.chunk(chunks, at and at + 1), *(one.chunk(chunks, at) for one in of_rows), strict=True)
+
+
+def losses_of(logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """Return the losses of a chunk; of halves in single precision, as autocast, which the backward is not under."""
     return functional.cross_entropy(logits.float() if logits.dtype in _HALVES else logits, target, **given)
 
 
-def _why_not(given: dict[str, Any]) -> str | None:
+def why_not(given: dict[str, Any]) -> str | None:
     """Return why the rows cannot be taken apart, None if they can."""
     logits, target, weight = given["input"], given["target"], given["weight"]
     if given["size_average"] is not None or given["reduce"] is not None:
