@@ -77,7 +77,8 @@ def _of_scope(program: Program, scope: Scope, known: set[str], made: set[str]) -
         stands = stands_for.get(name, name)
         is_loss = stands in known | made or stands.rpartition(".")[2] == "cross_entropy"
         if isinstance(node, ast.Call) and name and is_loss:
-            yield site("made" if stands in made - known else "cross_entropy", scope, node, (name, stands))
+            within = ("forward",) if getattr(scope.function, "name", "") == "forward" else ()
+            yield site("made" if stands in made - known else "cross_entropy", scope, node, (name, stands, *within))
 
 
 @proposing
@@ -157,7 +158,9 @@ def _loss_bytes(each: int, code: CodeFacts) -> int:
 
 
 def _heads(code: CodeFacts) -> list[ModelFacts]:
-    """Return the models whose forward takes their loss."""
+    """Return the models whose forward takes their loss; none where the cells take one outside of a forward."""
+    if any("forward" not in one.names for one in code.sites.get("chunked_loss", ())):
+        return []
     return [model for model in (*code.models, *code.local_models) if model.takes_loss]
 
 
@@ -182,7 +185,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         by = import_lines.name_for("oomdoctor", "chunked_loss", beside, "loss_in_chunks")
         new: dict[cst.CSTNode, rewriting.New] = {}
         for one in here:
-            called, stands_for = one.names
+            called, stands_for, *_ = one.names
             is_known = stands_for in known or one.kind == "made"  # which is asked when it is called
             if not is_known and import_lines.qualified_name(beside, called) != _FUNCTION:
                 raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")

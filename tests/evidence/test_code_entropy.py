@@ -37,7 +37,7 @@ def test_places_by_name_by_object_and_in_a_method() -> None:
     )
     found = places(NET, loop, criterion=nn.CrossEntropyLoss())
     assert found == (
-        (1, 3, "F.cross_entropy", "F.cross_entropy"),
+        (1, 3, "F.cross_entropy", "F.cross_entropy", "forward"),
         (2, 3, "criterion", "criterion"),
         (2, 3, "torch.nn.functional.cross_entropy", "torch.nn.functional.cross_entropy"),
     )

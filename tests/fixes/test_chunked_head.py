@@ -280,6 +280,12 @@ def test_the_line_stands_where_the_model_is_made() -> None:
     (edit,) = made.edits
     assert "model = Words()\nchunked_head(model, 4)\n" in edit.after
     assert edit.replay.split("\n") == ["from oomdoctor import chunked_head", "", "", "chunked_head(model, 4)", ""]
+    outside = LOOP.replace(
+        "logits, loss = model(x, y)", "loss = F.cross_entropy(model(x, y)[0].view(-1, 500), y.view(-1))"
+    )
+    found = patched("import torch.nn.functional as F\n" + SETUP, outside, model=Words())
+    assert isinstance(found, Patch)
+    assert "chunked_loss(F.cross_entropy, 4)(" in found.edits[0].after
     again = patched(SETUP, edit.replay, LOOP, model=Words())
     assert isinstance(again, Refused)
     assert "already" in again.reason
