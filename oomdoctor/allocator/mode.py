@@ -173,9 +173,14 @@ def foreseen_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return ()
     results = [result for result in tree_leaves(results) if type(result) is torch.Tensor]
     # Some views say of themselves that they are new: ``aten::_unsafe_view``, which each linear layer makes.
-    given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-    fresh = [result for result in results if result.untyped_storage()._cdata not in given]
+    given = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)} - {None}
+    fresh = [result for result in results if _storage(result) not in given]
     return tuple(result.numel() * result.element_size() for result in fresh)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Return the storage of a tensor by its address; a sparse one has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _tighter(func: Any, tensors: list[torch.Tensor], elements: int) -> int:
