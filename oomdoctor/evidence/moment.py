@@ -230,14 +230,15 @@ def _facts(
 
 
 def is_within_no_grad(exc: BaseException | None) -> bool:
-    """Return whether a function was running that a decorator turns gradients off for, in a library as well.
+    """Return whether the innermost decorator that turns gradients on or off turned them off, in a library as well.
 
     Source: ``torch.utils._contextlib.context_decorator``, whose wrapper holds the method of the context that it enters.
     """
     frames = (step.tb_frame for link in chained(exc) for step in steps_of(traceback_of(link)))
     wrappers = (one for one in frames if home_of(one) == "torch.utils._contextlib")
     entered = (locals_of(one).get("ctx_factory") for one in wrappers)
-    return any(type(getattr(one, "__self__", None)).__name__ in words.GRADLESS for one in entered)
+    kinds = [type(getattr(one, "__self__", None)).__name__ for one in entered]
+    return next((kind in words.GRADLESS for kind in reversed(kinds) if kind in {*words.GRADLESS, "enable_grad"}), False)
 
 
 def _unobserved() -> Any:

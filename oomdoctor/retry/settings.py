@@ -274,9 +274,10 @@ class Patches:
             path, name, known = write
             owner = _found(path, known, names)
             if name == ANY_NAME:  # which the code makes up
-                if isinstance(owner, (ModuleType, type)) and _is_librarys(owner) and owner not in self._whole:
+                is_new = all(owner is not one for one in self._whole)
+                if is_new and isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
                     self._whole.append(owner)
-                    self._kept += [(owner, each, value) for each, value in vars(owner).items()]
+                    self._kept += [(owner, each, value) for each, value in list(vars(owner).items())]
             elif isinstance(owner, (ModuleType, type)) or (type(owner) is FunctionType and _is_librarys(owner)):
                 self._kept.append((owner, name, _attribute(owner, name)))
             elif owner is None:

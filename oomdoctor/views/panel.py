@@ -97,7 +97,7 @@ class Panel:
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo", None))
         self._fit = widgets.Text(
-            description="Fit in", tooltip="Plan for no more memory than this", continuous_update=False, layout=_NARROW
+            description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
         )
         self._fit.observe(lambda _: self._fit_in(), "value")
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")

@@ -697,4 +697,7 @@ def test_a_decorator_of_a_library_turns_gradients_off(decorator, off) -> None:
     with pytest.raises(MemoryError) as failed:
         generate()
     assert moment.is_within_no_grad(failed.value) is off
+    with pytest.raises(MemoryError) as guided:
+        torch.no_grad()(torch.enable_grad()(generate))()
+    assert moment.is_within_no_grad(guided.value) is off
     assert moment.is_within_no_grad(None) is False
