@@ -4,8 +4,8 @@ Where the values are known (literals, small draws, integers and masks that were 
 depends on them. For the rest the policy aims at the upper bound of memory and at the way through the cell that trains:
 masks select everything, ``nonzero`` finds all, losses are finite, a number is 1. Where a bool may be either, the
 likelier is answered, and the forecast says so. One that is asked for again and again at one place stands in a loop
-that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one; but not where memory
-rises meanwhile: a generation piles up tokens, and has an end of its own.
+that waits for it (rejection sampling, convergence), so every 32nd answer there is the other one; but not in an
+``assert``, nor where memory rises meanwhile: a generation piles up tokens, and has an end of its own.
 
 What is made of a result that was taken for the most is as large as that: the tokens of an expert, what its layers make
 of them, their gradients. So each such size is remembered, and a storage is of this kind where it was made of one of
@@ -14,11 +14,14 @@ this kind and has such a size again. Limits: a size that something else has as w
 
 from __future__ import annotations
 
+import dis
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -89,6 +92,8 @@ class Scalars:
         place = _place()
         before = self._levels.setdefault(place, self._live())
         self._asked[place] += 1
+        if _is_assertion(*place):
+            return True
         if self._asked[place] % _FLIP_EVERY:
             return answer
         self._levels[place] = self._live()
@@ -99,12 +104,25 @@ class Scalars:
         return answer is not is_over
 
 
-def _place() -> object:
+def _place() -> tuple[CodeType | None, int]:
     """Return the place in the user's or a library's code that asks."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INNER_MODULES):
         frame = frame.f_back
-    return (frame.f_code, frame.f_lineno) if frame is not None else None
+    return (frame.f_code, frame.f_lineno) if frame is not None else (None, 0)
+
+
+@cache
+def _is_assertion(code: CodeType | None, line: int) -> bool:
+    """Tell whether an ``assert`` stands on a line."""
+    if code is None:
+        return False
+    lines, at, raising = dict(dis.findlinestarts(code)), 0, set[int | None]()
+    for one in dis.get_instructions(code):
+        at = lines.get(one.offset) or at
+        if one.opname == "LOAD_ASSERTION_ERROR" or one.argrepr == "AssertionError":
+            raising.add(at)
+    return line in raising
 
 
 def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

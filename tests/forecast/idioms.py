@@ -231,6 +231,11 @@ for x, y in loader:
     x = x.double()
     STEP
 
+# %% an assertion in a long loop
+out = model(data[:32])
+for step in range(80):
+    assert (out.exp() > 0).all()
+out.sum().backward()
 # %% rejection sampling
 x = torch.rand(3)
 while not (x > 0.5).all():
