@@ -14,13 +14,11 @@ this kind and has such a size again. Limits: a size that something else has as w
 
 from __future__ import annotations
 
-import dis
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -28,6 +26,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from oomdoctor.program.code_names import asserts_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -92,7 +92,7 @@ class Scalars:
         place = _place()
         before = self._levels.setdefault(place, self._live())
         self._asked[place] += 1
-        if _is_assertion(*place):
+        if asserts_at(*place):
             return True
         if self._asked[place] % _FLIP_EVERY:
             return answer
@@ -110,19 +110,6 @@ def _place() -> tuple[CodeType | None, int]:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INNER_MODULES):
         frame = frame.f_back
     return (frame.f_code, frame.f_lineno) if frame is not None else (None, 0)
-
-
-@cache
-def _is_assertion(code: CodeType | None, line: int) -> bool:
-    """Tell whether an ``assert`` stands on a line."""
-    if code is None:
-        return False
-    lines, at, raising = dict(dis.findlinestarts(code)), 0, set[int | None]()
-    for one in dis.get_instructions(code):
-        at = lines.get(one.offset) or at
-        if one.opname == "LOAD_ASSERTION_ERROR" or one.argrepr == "AssertionError":
-            raising.add(at)
-    return line in raising
 
 
 def named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -282,3 +282,16 @@ def _items_of(node: ast.AST) -> Iterator[str]:
             yield from (found for one in node.args for found in _items_of(one))
             if isinstance(node.func, ast.Attribute):
                 yield from _items_of(node.func.value)
+
+
+@lru_cache(maxsize=1024)
+def asserts_at(code: CodeType | None, line: int) -> bool:
+    """Tell whether an ``assert`` stands on a line."""
+    if code is None:
+        return False
+    lines, at, raising = dict(dis.findlinestarts(code)), 0, set[int | None]()
+    for one in dis.get_instructions(code):
+        at = lines.get(one.offset) or at
+        if one.opname == "LOAD_ASSERTION_ERROR" or one.argrepr == "AssertionError":
+            raising.add(at)
+    return line in raising
