@@ -27,10 +27,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomdoctor.errors import StateError
 from oomdoctor.fixes import _forward
 from oomdoctor.fixes._chunked_loss import (
-    OfRows,
     arguments_of,
     check_once,
     chunks_of,
+    in_rows,
     longest,
     losses_of,
     reduced,
@@ -67,17 +67,12 @@ def chunked_head(model: Any, chunks: int) -> None:
         model.forward = _Headed(model, chunks)
 
 
-class _Headed:
+class _Headed(_forward.Replaced):
     """The ``forward`` of a module whose losses are taken in chunks."""
 
     def __init__(self, module: Any, chunks: int) -> None:
-        self._module, self.chunks = module, chunks
-        self._own: _forward.Forward | None = vars(module).get("forward")
-
-    @property
-    def __wrapped__(self) -> _forward.Forward:
-        """The module's own forward, by which libraries read what arguments it takes."""
-        return self._own or type(self._module).forward.__get__(self._module)
+        super().__init__(module)
+        self.chunks = chunks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _Follow(self.chunks):
@@ -127,18 +122,17 @@ class _Follow(TorchFunctionMode):
         if func is functional.cross_entropy:
             return self._loss(arguments_of(args, kwargs))
         first = args[0] if args else None
-        known = self._known(first)
-        before = first.shape if isinstance(first, torch.Tensor) else None
+        if not isinstance(first, torch.Tensor) or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        known, before = self._known(first), first.shape
         result = func(*args, **kwargs)
-        if isinstance(first, torch.Tensor) and before is not None and _is_linked(result):
+        if _is_linked(result):
             step = _Step(func, tuple(args[1:]), kwargs, before, result.shape)
             if (made := _begun(first, step, result) or (known and _continued(known, step, result))) is not None:
                 self._made[result] = made
         return result
 
-    def _known(self, tensor: Any) -> _Made | None:
-        if not isinstance(tensor, torch.Tensor) or not torch.is_grad_enabled():
-            return None
+    def _known(self, tensor: torch.Tensor) -> _Made | None:
         found: _Made | None = self._made.get(tensor)  # type: ignore[no-untyped-call]
         is_same = found is not None and found.version == tensor._version and found.grad_fn is tensor.grad_fn
         return found if is_same else None
@@ -146,11 +140,11 @@ class _Follow(TorchFunctionMode):
     def _loss(self, given: dict[str, Any]) -> Any:
         if why_not(given) is not None:
             return functional.cross_entropy(**given)
-        made = self._known(given["input"])
-        replay = None if made is None else _replay(made, given["input"], given["target"])
-        if made is None or replay is None:
-            return reduced(given, lambda *of: OfRows.apply(*of, self._chunks))  # type: ignore[no-untyped-call]
-        tensors = pytree.tree_leaves((made.layer.rest, made.layer.options))
+        made = self._known(given["input"]) if torch.is_grad_enabled() else None
+        found = None if made is None else _replay(made, given["input"], given["target"])
+        if made is None or found is None:
+            return in_rows(given, self._chunks)
+        replay, tensors = found
         return reduced(
             given,
             lambda logits, *of: _OfLayer.apply(  # type: ignore[no-untyped-call]
@@ -221,38 +215,43 @@ class _Replay(NamedTuple):
         return any(one is not None and (one._backward_hooks or one.retains_grad) for one in tensors)
 
 
-def _replay(made: _Made, logits: torch.Tensor, target: torch.Tensor) -> _Replay | None:
-    """Return how logits are made again; None where that does not give those that there are, tried on a few rows."""
+def _replay(
+    made: _Made, logits: torch.Tensor, target: torch.Tensor
+) -> tuple[_Replay, list[torch.Tensor | None]] | None:
+    """Return how logits are made again, and the tensors of their layer beside its inputs.
+
+    None where that does not give the logits that there are, which is tried on a few rows.
+    """
     leaves, form = pytree.tree_flatten((made.layer.rest, made.layer.options))
     plain = [None if isinstance(one, torch.Tensor) else one for one in leaves]
     tensors = [one if isinstance(one, torch.Tensor) else None for one in leaves]
     devices = [logits.device] if logits.device.type == "cuda" else []
     # Functions of others are run on what they were not made for: whatever that raises, they are not followed.
     with suppress(Exception), torch.random.fork_rng(devices):
-        rows, computed = _told(made)
-        if rows.shape[1] != 1 or rows.numel() != target.numel():
+        told = _told(made)
+        if told is None or told[0].shape[1] != 1 or told[0].numel() != target.numel():
             return None
+        rows, computed = told
         found = _Replay(made.layer.function, plain, form, made.autocast, rows, computed, made.passed)
         if found.is_watched():
             return None
         if _forward.is_shadow_run():
-            return found
+            return found, tensors
         with torch.no_grad():
-            at = longest(target)
+            at, within = longest(target)
             few = torch.randint(target.shape[at], (_TRIED,), device="cpu")
-            chosen = rows.index_select(at and at + 1, few).squeeze(1).to(logits.device)
+            chosen = rows.index_select(within, few).squeeze(1).to(logits.device)
             again = found(made.inputs.flatten(0, -2)[chosen], tensors)
-            there = logits.index_select(at and at + 1, few.to(logits.device))
+            there = logits.index_select(within, few.to(logits.device))
             if bool(((again - there).abs() <= max(_LEAST, 4 * made.eps) * there.abs().max()).all()):
-                return found
+                return found, tensors
     return None
 
 
-def _told(made: _Made) -> tuple[torch.Tensor, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]:
+def _told(made: _Made) -> tuple[torch.Tensor, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] | None:
     """Return which row each row of logits is of, and what was computed of them, by what each call does to numbers.
 
-    Raises:
-        StateError: one neither moves rows nor computes in each of them.
+    None where a call neither moves rows nor computes in each of them.
     """
     classes, count = made.layer.after[-1], made.layer.before[:-1].numel()
     computed: list[Callable[[torch.Tensor], torch.Tensor]] = []
@@ -275,7 +274,7 @@ def _told(made: _Made) -> tuple[torch.Tensor, tuple[Callable[[torch.Tensor], tor
             elif step.after == step.before and not any(map(torch.is_tensor, pytree.tree_leaves(step[1:3]))):
                 computed.append(partial(_computed, step))
             else:
-                raise StateError("it is not told how the logits were made")
+                return None
         return rows - _FIRST, tuple(computed)
 
 
@@ -298,9 +297,9 @@ class _OfLayer(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Any:
         logits, target, options, chunks, replay, *layer = given
         each = [losses_of(part, labels, options) for part, labels in chunks_of(chunks, logits, target)]
-        ctx.save_for_backward(target, *(one if isinstance(one, torch.Tensor) else None for one in layer))
+        ctx.save_for_backward(target, *layer)
         ctx.options, ctx.chunks, ctx.replay = options, chunks, replay
-        return torch.cat(each, longest(target))
+        return torch.cat(each, longest(target)[0])
 
     @staticmethod
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:

@@ -37,12 +37,18 @@ def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
         given = arguments_of(args, kwargs)
         if why := why_not(given):
             raise StateError(f"a cross-entropy {why}")
-        return reduced(given, lambda *of: OfRows.apply(*of, chunks))  # type: ignore[no-untyped-call]
+        return in_rows(given, chunks)
 
     return taken
 
 
+def in_rows(given: dict[str, Any], chunks: int) -> torch.Tensor:
+    """Return a loss in chunks of rows of the logits that there are."""
+    return reduced(given, lambda *of: _OfRows.apply(*of, chunks))  # type: ignore[no-untyped-call]
+
+
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a cross-entropy by name."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
@@ -60,7 +66,7 @@ def reduced(given: dict[str, Any], each: Callable[..., torch.Tensor]) -> torch.T
     return mean
 
 
-class OfRows(torch.autograd.Function):
+class _OfRows(torch.autograd.Function):
     """The losses of all rows. The gradient of each chunk is written into that of the whole: there is no second one."""
 
     @staticmethod
@@ -68,7 +74,7 @@ class OfRows(torch.autograd.Function):
         ctx.save_for_backward(logits, target)
         ctx.chunks, ctx.given = chunks, given
         losses = [losses_of(part, labels, given) for part, labels in chunks_of(chunks, logits, target)]
-        return torch.cat(losses, longest(target))
+        return torch.cat(losses, longest(target)[0])
 
     @staticmethod
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
@@ -91,15 +97,16 @@ def check_once() -> None:
         raise StateError("a gradient of gradients is taken, which a loss in chunks does not give")
 
 
-def longest(target: torch.Tensor) -> int:
-    """Return the dimension of a target that is cut into chunks."""
-    return max(range(target.ndim), key=lambda at: target.shape[at])
+def longest(target: torch.Tensor) -> tuple[int, int]:
+    """Return the dimension of a target that is cut into chunks, and which one of the logits that is."""
+    at = max(range(target.ndim), key=lambda at: target.shape[at])
+    return at, at and at + 1
 
 
 def chunks_of(chunks: int, of_classes: torch.Tensor, *of_rows: torch.Tensor) -> Iterator[Any]:
     """Yield the chunks of logits, each with those of what has a number for each of their rows."""
-    at = longest(of_rows[0])
-    yield from zip(of_classes.chunk(chunks, at and at + 1), *(one.chunk(chunks, at) for one in of_rows), strict=True)
+    at, within = longest(of_rows[0])
+    yield from zip(of_classes.chunk(chunks, within), *(one.chunk(chunks, at) for one in of_rows), strict=True)
 
 
 def losses_of(logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:

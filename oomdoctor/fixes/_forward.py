@@ -40,6 +40,19 @@ _REPEATABLE_HOOKS: Final = frozenset({"WeightNorm"})
 """Hooks of ``torch.nn.utils`` that only derive a weight from two others."""
 
 
+class Replaced:
+    """What stands in the place of a module's ``forward``, as an attribute of the module."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._own: Forward | None = vars(module).get("forward")
+
+    @property
+    def __wrapped__(self) -> Forward:
+        """The module's own forward, by which libraries read what arguments it takes."""
+        return self._own or type(self._module).forward.__get__(self._module)
+
+
 def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = None) -> None:
     """Refuse a module whose forward, or that of a part of it, cannot be replaced by an attribute.
 

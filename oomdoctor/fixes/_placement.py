@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import libcst as cst
@@ -26,11 +26,11 @@ class Owner(Protocol):
     def scope(self) -> tuple[int, int] | None: ...
 
 
-def placed(cells: Cells, lines: Mapping[Any, str], imports: Sequence[str]) -> Patch | Refused:
-    """Return the patch that runs each line where its model has just been made or handed over."""
+def placed(cells: Cells, lines: Iterable[tuple[Owner, str]], imports: Sequence[str]) -> Patch | Refused:
+    """Return the patch that runs each line where its owner has just been made or handed over."""
     places: dict[int, list[tuple[_Place, str]]] = {}
-    for model, line in lines.items():
-        place = need(_in_function(cells, model) if model.scope is not None else _at_top(cells, model.path))
+    for owner, line in lines:
+        place = need(_in_function(cells, owner) if owner.scope is not None else _at_top(cells, owner.path))
         places.setdefault(place.cell.number, []).append((place, line))
     edits = []
     for found in places.values():

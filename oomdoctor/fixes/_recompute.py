@@ -78,17 +78,12 @@ def recompute(model: Any, *modules: str) -> None:
         module.forward = _Recomputed(module, path or type(model).__name__, sorted(spans))
 
 
-class _Recomputed:
+class _Recomputed(_forward.Replaced):
     """The ``forward`` of a module that is run again in the backward pass, whole or in stretches of its layers."""
 
     def __init__(self, module: Any, path: str, stretches: list[tuple[int, int]]) -> None:
-        self._module, self._path, self._stretches = module, path, stretches
-        self._own: _forward.Forward | None = vars(module).get("forward")
-
-    @property
-    def __wrapped__(self) -> _forward.Forward:
-        """The module's own forward, by which libraries read what arguments it takes."""
-        return self._own or type(self._module).forward.__get__(self._module)
+        super().__init__(module)
+        self._path, self._stretches = path, stretches
 
     def remove(self) -> None:
         """Put the module's own forward back."""

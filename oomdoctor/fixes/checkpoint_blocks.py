@@ -139,7 +139,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
     if not lines:
         raise Unfit("no model was found with parts that keep more than their input")
-    return placed(cells, lines, imports)
+    return placed(cells, lines.items(), imports)
 
 
 def _chosen(model: ModelFacts, asked: dict[str, Value]) -> list[str]:

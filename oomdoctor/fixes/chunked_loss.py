@@ -174,7 +174,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         raise Unfit("the code takes its cross-entropy in chunks already")
     if heads := _heads(code):
         name = import_lines.name_for("oomdoctor", "chunked_head", cells, "head_in_chunks")
-        lines = {model: f"{name}({model.path}, {dose.number('chunks')})\n" for model in heads}
+        lines = [(model, f"{name}({model.path}, {dose.number('chunks')})\n") for model in heads]
         return placed(cells, lines, [import_lines.source_of("oomdoctor", "chunked_head", name)])
     if not sites:
         raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")

@@ -42,8 +42,12 @@ class _Owner(NamedTuple):
     scope: None = None
 
 
-def detect(program: Program, objects: Objects) -> Iterator[Site]:
+def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find what the failing run calls that has such switches, or holds a model that does."""
+    return tuple(_switches(program, objects))
+
+
+def _switches(program: Program, objects: Objects) -> Iterator[Site]:
     for scope in program.running:
         for node in own_nodes(scope.body):
             name = call_name(node).partition(".")[0] if isinstance(node, ast.Call) else ""
@@ -53,7 +57,7 @@ def detect(program: Program, objects: Objects) -> Iterator[Site]:
             parts = {f"{name}.{key}": part for key, part in (plain_dict(pipeline) or {}).items()}
             for path, owner in {name: pipeline, **parts}.items():
                 names = {member for base in mro_of(type(owner)) for member in members_of(base)}
-                for found in sorted(filter(None, map(_SWITCH.fullmatch, filter(str.isidentifier, names))), key=str):
+                for found in filter(None, map(_SWITCH.fullmatch, sorted(names))):
                     yield site(found[1], scope, node, (name, f"{path}.{found[0]}"))
 
 
@@ -95,7 +99,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         if any(f"{call}(" in cell.source for cell in cells.history):
             raise Unfit(f"`{call}` is called already")
         lines[_Owner(owner)] = lines.get(_Owner(owner), "") + f"{call}()\n"
-    return placed(cells, lines, ())
+    return placed(cells, lines.items(), ())
 
 
 FIXES: Final = (
@@ -107,7 +111,7 @@ FIXES: Final = (
         cost="the same arithmetic in smaller pieces",
         propose=proposing(partial(_propose, _SLICES, Effect.EQUIVALENT, None)),
         patch=patch,
-        detect=lambda program, objects: tuple(detect(program, objects)),
+        detect=detect,
         leaves=(".use_slicing", ".processor", ".processor as pickled[0]"),
     ),
     Fix(

@@ -90,10 +90,10 @@ class Scalars:
     def _bool(self, answer: bool) -> bool:
         self.has_guessed = True
         place = _place()
-        before = self._levels.setdefault(place, self._live())
-        self._asked[place] += 1
         if asserts_at(*place):
             return True
+        before = self._levels.setdefault(place, self._live())
+        self._asked[place] += 1
         if self._asked[place] % _FLIP_EVERY:
             return answer
         self._levels[place] = self._live()

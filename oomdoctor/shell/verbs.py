@@ -23,6 +23,7 @@ from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell import retrying
 from oomdoctor.shell.cells import cells_until
+from oomdoctor.shell.failing import planned_within
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.outputs import one_line
 from oomdoctor.shell.showing import Shown
@@ -91,8 +92,6 @@ def fix(extension: Extension, words: list[str]) -> None:
 
 def fit(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor fit SIZE`: plan the failed cell again, for no more memory than that, such as 11GiB."""
-    from oomdoctor.shell.failing import planned_within
-
     if len(words) != 1:
         raise UsageError("fit takes the memory that the cell may need, such as 11GiB")
     size, case = parse_size(words[0]), _case()
@@ -102,10 +101,11 @@ def fit(extension: Extension, words: list[str]) -> None:
         raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
     if size > most:
         raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
-    if (last := extension.shown) is not None and hasattr(extension.shell, "kernel"):
-        last.update(planned_within(extension, case, opened, most - size))
+    planned, last = planned_within(extension, case, opened, most - size), extension.shown
+    if last is not None and hasattr(extension.shell, "kernel"):
+        last.update(planned)
     else:
-        Shown(extension).show(planned_within(extension, case, opened, most - size))
+        Shown(extension).show(planned)
 
 
 def retry(extension: Extension, words: list[str]) -> None:
