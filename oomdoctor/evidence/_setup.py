@@ -49,9 +49,15 @@ _Objects = Sequence[tuple[str, Any]]
 
 
 def told(
-    program: Program, under: Ground, modules: _Objects, loaders: _Objects, loaded: Container[str], line: int | None
+    program: Program,
+    under: Ground,
+    modules: _Objects,
+    loaders: _Objects,
+    loaded: Container[str],
+    line: int | None,
+    off: Container[str],
 ) -> dict[str, Any]:
-    """Return the fields of ``CodeFacts`` that are told by calls."""
+    """Return the fields of ``CodeFacts`` that are told by calls; ``off`` are names and attributes that are False."""
     basis = tuple(calls(under.basis))
     firsts = {fact: _first(basis, holds) for fact, holds in _CALLS.items()}
     compiled = (one.place for one in decorators(under.basis) if one.name == "torch.compile")
@@ -60,7 +66,7 @@ def told(
     # Source: torch/utils/data/dataloader.py: ``prefetch_factor`` is 2 where there are workers and it is not given.
     ahead = max(_of_loaders(basis, loaders, "prefetch_factor", 2), default=None) if workers else None
     entered = (*calls(under.reach), *decorators(under.reach))
-    casts = any(one.tail == "autocast" and one.literals.get("enabled") is not False for one in entered)
+    casts = any(one.tail == "autocast" and not _is_off(one, program, off) for one in entered)
     named = {home.partition(".")[0] for home in imports_of(program).values()}
     running = calls_at(program, line) if line is not None else ()
     pins = any(call.receiver and call.method == "pin_memory" for call in basis)
@@ -79,6 +85,13 @@ def told(
         "autocast": casts or any(map(_tells_mixed, basis)) or firsts["apex"] is not None,
         "half_weights": _has_half_weights(basis, modules),
     }
+
+
+def _is_off(call: Call, program: Program, off: Container[str]) -> bool:
+    """Whether a context is entered with ``enabled`` False, be it the value of a name or of a parameter."""
+    text = call.keywords.get("enabled", "")
+    text = call.given(program).get(text, text)
+    return text == "False" or text in off
 
 
 def _compiles(call: Call) -> bool:

@@ -82,6 +82,7 @@ def facts(
     live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
     source = cells.failing.source.strip()
     at_top = bound_names(cells.failing.source).difference(namespace)
+    off = {name for name, value in namespace.items() if value is False}
     top: dict[tuple[int, int], Standing] = {}
     if line is not None:
         own = {name: own_names(value) for name, value in namespace.items()}
@@ -93,7 +94,7 @@ def facts(
         {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
         under,
         ahead,
-        off={name for name, value in namespace.items() if value is False},
+        off=off,
         is_kept=is_kept,
     )
     loops = training_loops(program, kinds, line, running)
@@ -137,9 +138,19 @@ def facts(
         replicas=replicas(modules),
         reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
         trainers=trainers(program, under, passed, modules),
-        **_setup.told(program, under, modules, loaders, loaded, line),
+        **_setup.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )
+
+
+def _off_within(namespace: Mapping[str, Any]) -> set[str]:
+    """Return the attributes of the notebook's objects that are False, such as ``args.amp``."""
+    return {
+        f"{name}.{attribute}"
+        for name, owner in namespace.items()
+        for attribute, value in (plain_dict(owner) or {}).items()
+        if value is False
+    }
 
 
 def _timed(

@@ -1,7 +1,8 @@
 """A batch in parts with the random draws of the whole batch: the same masks and noise, the same generators at the end.
 
 While the body of the loop runs on a part, each random operator draws for all rows, as the whole batch would have, and
-gives out those of the part; the generators are set back before each further part. So dropout, ``rand_like``,
+gives out those of the part; the generators are set back before each further part. Operators that draw nothing run as
+they always do: only those that torch tags as random are led past the mode that draws. So dropout, ``rand_like``,
 ``bernoulli`` and their kin do not make parts of a batch another training. Python and NumPy draw for no row: how deep a
 network is, or whether a teacher is followed, is drawn alike for each part.
 
@@ -14,7 +15,9 @@ draw others in parts; the trial of a change shows it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
@@ -64,7 +67,7 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     while counts:
         count = counts.pop(0)
         part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
-        with draws.of(start, count):
+        with draws.of(start, count), _eager():
             yield part if len(values) > 1 else part[0]
         draws.end()
         start += count
@@ -181,12 +184,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             self._host, self._host_ended = RandomState.take(), set[Any]()
 
-    def of(self, start: int, count: int) -> _Draws:
-        """Return the mode for a part: ``count`` rows from ``start`` on."""
+    @contextmanager
+    def of(self, start: int, count: int) -> Iterator[None]:
+        """Draw for a part: ``count`` rows from ``start`` on."""
         _set_back(self._begun)
         self._host.restore_host()
         self._start, self._count, self._at = start, count, 0
-        return self
+        _drawing.append(self)
+        try:
+            with torch._C._IncludeDispatchKeyGuard(_random_key()):
+                yield
+        finally:
+            _drawing.remove(self)
 
     def end(self) -> None:
         """Note where the generators stand after a part.
@@ -305,6 +314,56 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == factor * self._rows:
             return self._part(value, dim, factor).clone()
         return value
+
+
+_drawing: Final = list[_Draws]()
+"""The modes that random operators run under, the outermost first."""
+_KEY: Final = "TESTING_ONLY_GenericMode"
+
+
+@cache
+def _random_key() -> torch._C.DispatchKey:
+    """Return the dispatch key that leads random operators, and no others, past the modes in ``_drawing``.
+
+    A dispatch mode that stays on costs some 10 µs for each operator. A key that falls through costs nothing: torch has
+    one that no kernel of its own uses. It is for whoever includes it; what is registered stays.
+    """
+    key = torch._C._dispatch_key_parse(_KEY)
+    others, random = (torch.library.Library(home, "IMPL", _KEY) for home in ("_", "aten"))  # type: ignore[no-untyped-call]
+    others.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+    _registered.extend((others, random))
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.partition(".")
+        if name.startswith("aten::") and _is_random(packet, overload):
+            operator = getattr(getattr(torch.ops.aten, packet.removeprefix("aten::")), overload or "default")
+            random.impl(operator, partial(_led, operator, torch._C.DispatchKeySet(key)))  # type: ignore[no-untyped-call]
+    return key
+
+
+_registered: Final = list[torch.library.Library]()
+"""Kept, as a registration ends with its library."""
+
+
+def _is_random(packet: str, overload: str) -> bool:
+    return torch.Tag.nondeterministic_seeded in torch._C._get_operation_overload(packet, overload)[2]
+
+
+def _led(operator: Any, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as modes:
+        modes.enter_context(torch._C._ExcludeDispatchKeyGuard(keys))
+        for mode in tuple(_drawing):
+            modes.enter_context(mode)
+        return operator(*args, **kwargs)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Have compiled functions run as they are written, whose kernels would draw by themselves."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @cache

@@ -317,6 +317,10 @@ class Call:
         """The texts of what is passed by keyword, ``**`` among them where names are passed on."""
         return {keyword.arg or "**": ast.unparse(keyword.value) for keyword in self._keywords}
 
+    def given(self, program: Program) -> dict[str, str]:
+        """Return what stands for each parameter of the function that the call is in, where all its calls agree."""
+        return program.given(self._scope)
+
     @property
     def literals(self) -> Mapping[str, object]:
         """What is passed by keyword, ``...`` for what is computed."""

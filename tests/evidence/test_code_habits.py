@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import textwrap
 from typing import Any
@@ -425,6 +426,18 @@ def test_mixed_precision_of_a_function_that_does_not_run_is_not_in_force() -> No
     cell = "def amp_step(x):\n    with torch.autocast('cuda'):\n        model(x)"
     assert not read(cell, "model(x)").autocast
     assert read(cell, "amp_step(x)").autocast
+
+
+def test_mixed_precision_behind_a_switch_that_is_off_is_not_in_force() -> None:
+    cell = loop("with torch.autocast('cuda', enabled=amp):", "    model(x)")
+    assert not read(cell, amp=False).autocast
+    assert read(cell, amp=True).autocast
+    by_arguments = loop("with torch.cuda.amp.autocast(enabled=args.amp):", "    model(x)")
+    assert not read(by_arguments, args=argparse.Namespace(amp=False)).autocast
+    assert read(by_arguments, args=argparse.Namespace(amp=True)).autocast
+    step = "def step(x, use):\n    with torch.autocast('cuda', enabled=use):\n        model(x)"
+    assert not read(step, "step(x, args.amp)", args=argparse.Namespace(amp=False)).autocast
+    assert read(step, "step(x, True)").autocast
 
 
 def test_apex_is_told_by_its_import() -> None:

@@ -292,3 +292,33 @@ def test_parts_of_another_dimension_lie_as_a_batch_does_and_what_was_flattened_b
 def test_where_nothing_is_drawn_parts_may_have_a_row_each() -> None:
     assert [len(part) for part in batch_parts(4, torch.zeros(4, 2))] == [1, 1, 1, 1]
     assert max(len(part + torch.rand(len(part), 2)) for part in batch_parts(4, torch.zeros(4, 2))) == 2
+
+
+def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    mode: Any = importlib.import_module("oomdoctor.fixes._batch_parts")._Draws
+    handle = mode.__torch_dispatch__
+    monkeypatch.setattr(
+        mode, "__torch_dispatch__", lambda self, f, *given: seen.append(str(f)) or handle(self, f, *given)
+    )
+    layer = nn.Linear(4, 4)
+    for part in batch_parts(2, torch.randn(6, 4)):
+        layer(part).relu().sum().backward()
+    assert not seen
+    for part in batch_parts(2, torch.randn(6, 4)):
+        F.dropout(layer(part)).sum().backward()
+    assert "aten.bernoulli_.float" in seen
+
+
+def test_compiled_functions_run_as_they_are_written() -> None:
+    compiled = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        return lambda *given: compiled.append(1) or graph(*given)
+
+    function = torch.compile(lambda x: F.dropout(x) * 2, backend=backend)
+    function(torch.ones(3, 3))
+    assert compiled == [1]
+    for part in batch_parts(2, torch.ones(3, 3)):
+        function(part)
+    assert compiled == [1]
