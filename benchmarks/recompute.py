@@ -2,10 +2,11 @@
 
 Small models of the tests run out of memory on the virtual accelerator at several shares of their peak. The parts that
 the plan chose stand beside the best of all sets of parts: every set of modules of the first level, and of stretches of
-a ``Sequential``, is run for its peak, and of those that stay below the budget the one with the least time
-counts. What fits is told by what is alive, not by the segments of an allocator. Time is that of the unchanged run and
-of the forwards that come again, by what the dry run of the plan told of each module; so a set is compared with another
-by the same clock, which is an estimate.
+a ``Sequential``, is run for its peak, and of those that stay below the budget, less the margin of a forecast, the one
+with the least time counts. What fits is told by what is alive, not by the segments of an allocator: these expand, and
+the pages of their beginning, which are some percent of so small a device, are left out. Time is that of the unchanged
+run and of the forwards that come again, by what the dry run of the plan told of each module; so a set is compared with
+another by the same clock, which is an estimate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from models import FAMILIES, Family
 from plan_lab import Ready, failed, grown, peak_of, unfixed
 
 from oomdoctor import fixes
+from oomdoctor.forecast import outcome
 from oomdoctor.forecast.attempts import attempt_with
+from oomdoctor.forecast.cost import MARGIN
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose
@@ -46,8 +49,8 @@ RESULTS: Final = Path(__file__).parent / "results" / "recompute.txt"
 FIX: Final = "checkpoint_blocks"
 ROWS: Final = "modules"
 """Under which name a plan says what it knows of each module, in the place of a refusal."""
-SHARES: Final = (0.9, 0.8, 0.7, 0.6, 0.5)
-LEAST_BYTES: Final = 512 << 20
+SHARES: Final = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+LEAST_BYTES: Final = 256 << 20
 MOST_SETS: Final = 400
 
 TOWER: Final = Family(
@@ -145,7 +148,7 @@ def telling() -> Iterator[None]:
         made = plan(planner)
         return replace(made, refusals=(*made.refusals, (ROWS, rows)))
 
-    with mock.patch.object(Planner, "plan", plan_and_rows):
+    with mock.patch.object(Planner, "plan", plan_and_rows), mock.patch.object(outcome, "_HIDDEN_PAGES", 0):
         yield
 
 
@@ -183,7 +186,7 @@ def compared(family: Family) -> Iterator[str]:
                 return
             found = found or peaks(ready, sets)
             took = chosen(ready, budget)
-            fitting = [names for names, peak in found.items() if peak <= budget]
+            fitting = [names for names, peak in found.items() if peak * (1 + MARGIN) <= budget]
             best = min(fitting, key=lambda names: cost_of(rows, names), default=None)
             if best is None or took is None:
                 told = "no set fits" if best is None else f"none chosen, {', '.join(best)} fits"

@@ -1,22 +1,24 @@
 """Which parts of a model to recompute: the cheapest that free enough, by what a dry run saw each of them keep.
 
-Parts are calls of modules, and stretches of layers that a ``Sequential`` runs in turn. Small parts leave more inputs to
-keep, large ones come back whole in the backward pass; so the model is cut at several sizes, and of each cut parts are
-taken by the bytes that they free for their time. What no other choice beats in both bytes and time is offered.
+Parts are calls of modules, and stretches of layers that a ``Sequential`` runs in turn. For each of some budgets, dynamic
+programming over the calls in their order finds the parts with the least time of which the peak stays below: what is
+kept at the end of the forward, and beside it in the backward pass what a part brings back whole, with its gradients.
+
+Source of the problem: Jain et al., "Checkmate", arXiv:1910.02653, there solved for single operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from oomdoctor.model.memory import ModuleMemory
 
-_CUTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-"""A part keeps at most such a fraction of all that is kept."""
-_MOST: Final = 8
-"""Choices that are offered, each freeing about as much more than the one before."""
+_BUDGETS: Final = 16
+"""Budgets that parts are chosen for, each as much below the one before."""
+_GRAIN: Final = 64
+"""Of what two choices keep so far, differences below this fraction of all that is kept do not count."""
 _GRADIENTS: Final = 2
 """Gradients as large as the largest output of a part that are there while it goes backwards."""
 
@@ -41,11 +43,6 @@ class Part:
     largest: int
     cost: float
 
-    @property
-    def freed(self) -> int:
-        """Bytes that recomputing it frees until the backward pass comes to it."""
-        return max(self.kept - self.output, 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -56,114 +53,167 @@ class Choice:
     cost: float
 
 
+class _State(NamedTuple):
+    """What is kept after some of the calls, the peak that they lead to, and the parts that were chosen of them."""
+
+    kept: int
+    cost: float
+    peak: int
+    parts: tuple[Part, ...]
+
+
 def choices(rows: Sequence[ModuleMemory]) -> tuple[Choice, ...]:
     """Return the parts worth recomputing of the modules that were called in this order, mildest first."""
     models = dict.fromkeys(row.model for row in rows)
-    trees = [_Tree([row for row in rows if row.model == model]) for model in models]
-    total = sum(row.own for row in rows)
-    cuts = {tuple(part for tree in trees for part in tree.cut(total // count)) for count in _CUTS}
-    found = sorted((one for cut in cuts for one in _taken(cut)), key=lambda one: (one.cost, -one.saves))
-    best: list[Choice] = []
-    for one in found:
-        if one.saves > (best[-1].saves if best else 0):
-            best.append(one)
-    step = max((one.saves for one in best), default=0) / _MOST
-    steps = [step * at for at in range(1, _MOST + 1)] if best else []
-    return tuple(dict.fromkeys(next(one for one in best if one.saves >= least) for least in steps))
+    calls = _Calls([_Tree([row for row in rows if row.model == model]) for model in models])
+    whole = calls.cheapest(None)
+    if whole is None:
+        return ()
+    found: dict[tuple[Part, ...], Choice] = {}
+    for at in range(1, _BUDGETS + 1):
+        one = calls.cheapest(whole.peak - whole.peak * at // (_BUDGETS + 1))
+        if one is None:
+            break
+        found[one.parts] = Choice(parts=one.parts, saves=whole.peak - one.peak, cost=one.cost)
+    return tuple(found.values())
 
 
-def _taken(cut: Sequence[Part]) -> Iterator[Choice]:
-    """Yield growing choices of the parts of a cut, those first that free most for their time."""
-    order = sorted((part for part in cut if part.freed), key=lambda part: part.cost / part.freed)
-    for count in range(1, len(order) + 1):
-        chosen = set(order[:count])
-        parts = tuple(part for part in cut if part in chosen)
-        yield Choice(parts=parts, saves=_saved(cut, chosen), cost=sum(part.cost for part in parts))
+class _Calls:
+    """All calls of some models, one model after the other."""
+
+    def __init__(self, trees: Sequence[_Tree]) -> None:
+        self._trees, self._total = trees, sum(tree.total for tree in trees)
+
+    def cheapest(self, limit: int | None) -> _State | None:
+        """Return the cheapest parts with which at most ``limit`` bytes are there at a time, None where there are none.
+
+        Without a limit nothing is recomputed.
+        """
+        states = [_State(kept=0, cost=0.0, peak=0, parts=())]
+        for tree in self._trees:
+            for path in tree.outermost:
+                states = list(_Search(tree, limit, max(self._total // _GRAIN, 1)).after(path, states))
+        return min(states, key=lambda one: (one.cost, one.peak), default=None)
 
 
-def _saved(cut: Sequence[Part], chosen: set[Part]) -> int:
-    """Return by how much the peak is lower, at the end of the forward or while a part goes backwards."""
-    return sum(part.freed for part in chosen) + _backward(cut, set()) - _backward(cut, chosen)
+class _Search:
+    """Follows the calls of a tree, and of the ways to come to the same call keeps those that no other one beats."""
 
+    def __init__(self, tree: _Tree, limit: int | None, grain: int) -> None:
+        self._tree, self._limit, self._grain = tree, limit, grain
 
-def _backward(cut: Sequence[Part], chosen: set[Part]) -> int:
-    """Return by how much more the backward pass holds at most than the end of the forward, 0 where it never does."""
-    gone, worst = 0, 0
-    for part in reversed(cut):
-        comes_back = part.freed if part in chosen else 0
-        # What it gave out is gone with the part that read it.
-        worst = max(worst, comes_back + _GRADIENTS * part.largest - part.output - gone)
-        gone += part.output if part in chosen else part.kept
-    return worst
+    def after(self, path: str, states: list[_State]) -> list[_State]:
+        """Return the states behind the call of a module, given those before it."""
+        row, children = self._tree.rows[path], self._tree.children[path]
+        again = self._again(self._tree.part([path], path), states) if path else []
+        if not children:
+            return self._best([*again, *self._keep(row.own, row.output, states)])
+        inner = self._in_turn(path, states) if row.runs_in_turn else self._one_by_one(children, states)
+        return self._best([*again, *self._keep(row.own, 0, inner)])
+
+    def _one_by_one(self, children: Sequence[str], states: list[_State]) -> list[_State]:
+        for child in children:
+            states = self.after(child, states)
+        return states
+
+    def _in_turn(self, path: str, states: list[_State]) -> list[_State]:
+        """Return the states behind layers that run in turn, of which every stretch may be recomputed as a whole."""
+        children = self._tree.children[path]
+        # What a layer writes into is not there any more for a part that would begin with it.
+        borders = [at for at in range(len(children) + 1) if at in (0, len(children)) or not self._writes(children[at])]
+        ends = {0: states}
+        for before, end in zip(borders, borders[1:], strict=False):
+            found = self._one_by_one(children[before:end], ends[before])
+            for begin in reversed(borders[: borders.index(end)]):
+                if self._limit is None or (part := self._tree.stretch(path, begin, end)).kept > self._limit:
+                    break
+                if end - begin > 1:
+                    found += self._again(part, ends[begin])
+            ends[end] = self._best(found)
+        return ends[len(children)]
+
+    def _writes(self, path: str) -> bool:
+        return self._tree.rows[path].in_place
+
+    def _again(self, part: Part, states: list[_State]) -> list[_State]:
+        """Return the states with a part recomputed."""
+        if self._limit is None or part.kept <= part.output:
+            return []
+        backward = part.kept + _GRADIENTS * part.largest - part.output
+        return [
+            _State(one.kept + part.output, one.cost + part.cost, max(one.peak, one.kept + backward), (*one.parts, part))
+            for one in states
+            if one.kept + backward <= self._limit
+        ]
+
+    def _keep(self, own: int, output: int, states: list[_State]) -> list[_State]:
+        """Return the states with what a call has made kept."""
+        backward = own + (_GRADIENTS - 1) * output  # what it gave out is gone with the call that read it
+        return [
+            _State(one.kept + own, one.cost, max(one.peak, one.kept + backward), one.parts)
+            for one in states
+            if self._limit is None or one.kept + backward <= self._limit
+        ]
+
+    def _best(self, states: list[_State]) -> list[_State]:
+        """Return those that no other beats in both bytes and time; of those that keep about the same, the cheapest."""
+        found: list[_State] = []
+        for one in sorted(states, key=lambda one: (one.kept, one.cost, one.peak)):
+            if found and one.cost >= found[-1].cost:
+                continue
+            if found and one.kept // self._grain == found[-1].kept // self._grain:
+                found.pop()
+            found.append(one)
+        return found
 
 
 class _Tree:
-    """The modules of one model that were called."""
+    """The modules of one model that were called.
+
+    Attributes:
+        rows: of each module by its path; ``children``: paths of those called within it, in their order.
+        outermost: those that no other one of them calls; ``total``: bytes that all keep.
+    """
 
     def __init__(self, rows: Sequence[ModuleMemory]) -> None:
-        self._rows = {row.path: row for row in rows}
-        self._children: dict[str, list[str]] = {path: [] for path in self._rows}
-        for path in self._rows:
+        self.rows = {row.path: row for row in rows}
+        self.children: dict[str, list[str]] = {path: [] for path in self.rows}
+        for path in self.rows:
             above = path
             while above:
                 above = above.rpartition(".")[0]
-                if above in self._children:
-                    self._children[above].append(path)
+                if above in self.children:
+                    self.children[above].append(path)
                     break
-        inner = {child for children in self._children.values() for child in children}
-        self._kept = {path: sum(row.own for row in self._within(path)) for path in self._rows}
-        self._outermost = [path for path in self._rows if path not in inner]
+        inner = {child for children in self.children.values() for child in children}
+        self.outermost = [path for path in self.rows if path not in inner]
+        self.total = sum(row.own for row in rows)
+        self._kept, self._largest = dict[str, int](), dict[str, int]()
+        for path, children in reversed(self.children.items()):  # those within a module were called after it began
+            self._kept[path] = self.rows[path].own + sum(self._kept[child] for child in children)
+            self._largest[path] = max([self.rows[path].output, *(self._largest[child] for child in children)])
+        self._stretches = dict[tuple[str, int, int], Part]()
 
-    def cut(self, limit: int) -> list[Part]:
-        """Return the parts that keep at most ``limit`` bytes each, in the order of their calls."""
-        return [part for path in self._outermost for part in self._of(path, limit)]
-
-    def _of(self, path: str, limit: int) -> Iterator[Part]:
-        if path and self._kept[path] <= limit:
-            yield self._part([path], path)
-        else:
-            yield from self._below(path, limit)
-
-    def _below(self, path: str, limit: int) -> Iterator[Part]:
-        if self._rows[path].runs_in_turn:
-            yield from self._stretches(path, limit)
-            return
-        for child in self._children[path]:
-            yield from self._of(child, limit)
-
-    def _stretches(self, path: str, limit: int) -> Iterator[Part]:
-        begun: list[str] = []
-        for child in self._children[path]:
-            if begun and not self._rows[child].in_place and sum(self._kept[one] for one in [*begun, child]) > limit:
-                yield from self._stretch(path, begun, limit)
-                begun = []
-            begun.append(child)
-        yield from self._stretch(path, begun, limit)
-
-    def _stretch(self, path: str, layers: list[str], limit: int) -> Iterator[Part]:
-        if len(layers) > 1:
-            first, last = (self._place(path, layer) for layer in (layers[0], layers[-1]))
-            yield self._part(layers, f"{path}[{first}:{last + 1}]")
-        elif layers:
-            yield from self._of(layers[0], limit)
-
-    def _place(self, path: str, layer: str) -> int:
-        """Return at which place a layer stands in its ``Sequential``."""
-        name = layer.rpartition(".")[2]
-        return int(name) if name.isdigit() else self._children[path].index(layer)
-
-    def _part(self, paths: list[str], name: str) -> Part:
-        rows = [row for path in paths for row in self._within(path)]
+    def part(self, paths: Sequence[str], name: str) -> Part:
+        """Return the part that runs the modules of ``paths`` in turn."""
         return Part(
-            model=rows[0].model,
+            model=self.rows[paths[0]].model,
             name=name,
-            kept=sum(row.own for row in rows),
-            output=self._rows[paths[-1]].output,
-            largest=max(row.output for row in rows),
-            cost=sum(self._rows[path].cost for path in paths),
+            kept=sum(self._kept[path] for path in paths),
+            output=self.rows[paths[-1]].output,
+            largest=max(self._largest[path] for path in paths),
+            cost=sum(self.rows[path].cost for path in paths),
         )
 
-    def _within(self, path: str) -> Iterator[ModuleMemory]:
-        yield self._rows[path]
-        for child in self._children[path]:
-            yield from self._within(child)
+    def stretch(self, path: str, begin: int, end: int) -> Part:
+        """Return the layers of a ``Sequential`` from one of its children up to another one."""
+        key = (path, begin, end)
+        if key not in self._stretches:
+            layers = self.children[path][begin:end]
+            first, last = (self._place(path, layer) for layer in (layers[0], layers[-1]))
+            self._stretches[key] = self.part(layers, f"{path}[{first}:{last + 1}]")
+        return self._stretches[key]
+
+    def _place(self, path: str, layer: str) -> int:
+        name = layer.rpartition(".")[2]
+        return int(name) if name.isdigit() else self.children[path].index(layer)
