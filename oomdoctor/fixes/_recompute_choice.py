@@ -1,16 +1,18 @@
 """Which parts of a model to recompute: the cheapest that free enough, by what a dry run saw each of them keep.
 
-Parts are calls of modules, and stretches of layers that a ``Sequential`` runs in turn. For each of some budgets, dynamic
-programming over the calls in their order finds the parts with the least time of which the peak stays below: what is
-kept at the end of the forward, and beside it in the backward pass what a part brings back whole, with its gradients.
+Parts are calls of modules, and stretches of layers that a ``Sequential`` runs in turn. For each of some budgets,
+dynamic programming over the calls in their order finds the parts with the least time of which the peak stays below:
+what is kept at the end of the forward, and beside it in the backward pass what a part brings back whole, with its
+gradients.
 
 Source of the problem: Jain et al., "Checkmate", arXiv:1910.02653, there solved for single operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 from oomdoctor.model.memory import ModuleMemory
@@ -122,7 +124,7 @@ class _Search:
         # What a layer writes into is not there any more for a part that would begin with it.
         borders = [at for at in range(len(children) + 1) if at in (0, len(children)) or not self._writes(children[at])]
         ends = {0: states}
-        for before, end in zip(borders, borders[1:], strict=False):
+        for before, end in pairwise(borders):
             found = self._one_by_one(children[before:end], ends[before])
             for begin in reversed(borders[: borders.index(end)]):
                 if self._limit is None or (part := self._tree.stretch(path, begin, end)).kept > self._limit:

@@ -186,26 +186,31 @@ class Shadows:
         except ForecastError as error:
             self._start = no_reading(str(error))
 
-    def _read(self, attempt: Attempt) -> Iterator[Reading]:
-        """Run an attempt, in a shadow."""
+    def _read(self, attempt: Attempt) -> Iterator[tuple[Reading, dict[Hashable, Any]]]:
+        """Run an attempt, in a shadow; tell what it has noted as well."""
         from oomdoctor.forecast import child
+        from oomdoctor.forecast.fake_tensors import taken_down
 
-        yield child.run(
+        reading = child.run(
             *(self._session, attempt, self._start),
             budget=self._budget,
             cached=self._cached,
             card=self.card,
             time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
         )
+        yield reading, taken_down()
 
     def _take(self, shadow: Copy) -> None:
         """Take the answer of a shadow, if it is there."""
+        from oomdoctor.forecast.fake_tensors import learn
+
         readings = shadow.poll()
         if not readings and (not shadow.over or shadow.is_late):
             return
         shadow.end()
         key, attempt = self._running.pop(shadow)
-        reading = readings[0] if readings else no_reading(shadow.failed)
+        reading, noted = readings[0] if readings else (no_reading(shadow.failed), {})
+        learn(noted)
         if reading.lacks is None:
             self._answered.append((key, reading))
             return

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
 from oomdoctor.forecast.cost import Meter
+from oomdoctor.forecast.fake_tensors import Fakes
 from oomdoctor.forecast.host_scratch import scratch_bytes
 from oomdoctor.forecast.ledger import Ledger, Note
 from oomdoctor.forecast.operators import COMPARISONS, HANDLERS, WORKSPACES, changes_elements, draws, move_generator
@@ -42,8 +43,6 @@ _FOLLOWED_ELEMENTS: Final = 1 << 17
 _FOLLOWED_TWINS: Final = 1 << 22
 """Literals, integers and masks of up to so many elements are computed with for real beside their twins; of those that
 were there before, and have their values anyway, larger ones: labels of a data set."""
-
-_UNFILLED: Final = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}
 
 # The limit for what the fake mode computes by itself. It is 1 there: enough for a compiler, not for lists of lengths.
 fake_tensor.CONSTANT_NUMEL_LIMIT = _FOLLOWED_ELEMENTS
@@ -68,24 +67,6 @@ class NoDevice(AssertionError):
     """The cell asks for a device that there is none of. Torch raises this type for CUDA."""
 
 
-class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow.
-
-    It would run ``empty_like`` of a tensor whose values are known for real, and take what happens to lie there for the
-    values of the result, also where a meta kernel makes its result so.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out: Any = self.dispatch(func, types, args, kwargs or {})
-        if func in _UNFILLED:
-            out.constant = None
-        return out
-
-
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on twins and accounts for what they allocate.
 
@@ -106,8 +87,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ledger: Ledger, *, counts_scratch: bool = False, of_card: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         counts_alone()
-        # Fallback kernels would run for real, on zeros of full size.
-        self.fake_mode = _Fakes(allow_fallback_kernels=False)
+        self.fake_mode = Fakes()
         self.ledger, self.counts_scratch = ledger, counts_scratch
         self.meter = Meter(of_card=of_card, of_host=counts_scratch)
         self.scalars = Scalars(lambda: self.ledger.live)

@@ -1,0 +1,196 @@
+"""The fake mode of a shadow: tensors without data, whose sizes are worked out once for the same arguments.
+
+What an operator makes of arguments of some sizes is noted, and made again from that note the next time, at a fifth of
+the time that torch's own cache takes: its keys hold what a compiler has to know besides. A note is of plain tensors:
+with memory of their own, or views of an argument, or the argument itself. Shadows pass their notes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_aten: Final = torch.ops.aten
+_UNFILLED: Final = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}
+_PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+_noted: Final = dict[Hashable, Any]()
+"""What operators made, by their names and arguments; ``_own``: the keys that this process has added."""
+_own: Final = list[Hashable]()
+
+
+def taken_down() -> dict[Hashable, Any]:
+    """Return what this shadow has noted, for others."""
+    return {key: _noted[key] for key in _own}
+
+
+def learn(noted: dict[Hashable, Any]) -> None:
+    """Take over what another shadow has noted."""
+    _noted.update(noted)
+
+
+class _Unknown(Exception):
+    """Something is not of the kinds that notes are made of."""
+
+
+class _Result(NamedTuple):
+    """One result. ``of`` is the place of the argument whose memory it shares, None where it has its own.
+
+    ``is_it`` tells that it is that argument.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    of: int | None
+    is_it: bool
+
+
+class Fakes(FakeTensorMode):
+    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow.
+
+    It would run ``empty_like`` of a tensor whose values are known for real, and take what happens to lie there for the
+    values of the result, also where a meta kernel makes its result so.
+    """
+
+    def __init__(self) -> None:
+        # Fallback kernels would run for real, on zeros of full size.
+        super().__init__(allow_fallback_kernels=False)  # type: ignore[no-untyped-call]
+        self.cache_enabled = False
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, given = kwargs or {}, list[FakeTensor]()
+        try:
+            key = self._key(func, args, kwargs, given)
+        except _Unknown:
+            return self._worked_out(func, types, args, kwargs)
+        noted = _noted.get(key)
+        if noted is not None:
+            return self._made(noted, given)
+        out = self._worked_out(func, types, args, kwargs)
+        with suppress(_Unknown):
+            if self._key(func, args, kwargs, []) == key:  # else it has changed the sizes of what it was given
+                _noted[key] = _note(out, given, set())
+                _own.append(key)
+        return out
+
+    def _worked_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out: Any = self.dispatch(func, types, args, kwargs)
+        if func in _UNFILLED:
+            out.constant = None
+        return out
+
+    def _key(self, func: Any, args: Any, kwargs: Any, given: list[FakeTensor]) -> Hashable:
+        """Return what tells the sizes of the results; ``given`` is filled with the tensors among the arguments.
+
+        Raises:
+            _Unknown: something else tells them.
+        """
+        if not _goes_by_sizes(func) or torch.is_inference_mode_enabled():  # whose views have no memory to be set to
+            raise _Unknown
+        named = (*kwargs, *_described(kwargs.values(), given)) if kwargs else ()
+        return (func._name, *_described(args, given), named, torch.get_default_dtype())
+
+    def _made(self, noted: Any, given: list[FakeTensor]) -> Any:
+        if type(noted) is _Result:
+            if noted.is_it:
+                return given[noted.of]  # type: ignore[index]
+            with torch._C._DisableTorchDispatch():
+                if noted.of is None:
+                    made = torch.empty_strided(noted.size, noted.stride, dtype=noted.dtype, device="meta")
+                else:
+                    made = torch.empty(0, dtype=noted.dtype, device="meta")
+                    made.set_(given[noted.of].untyped_storage(), noted.offset, noted.size, noted.stride)
+            return self._faked(made, noted.device)
+        kind, items = noted
+        return items if kind is None else kind([self._made(item, given) for item in items])
+
+    def _faked(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return what ``FakeTensor`` makes, with the attributes that it has given to another one."""
+        known = self._attributes.get(device)
+        if known is None:
+            first = FakeTensor(self, made, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        faked: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(faked).update(known)
+        return faked
+
+
+@cache
+def _goes_by_sizes(func: Any) -> bool:
+    """Whether the sizes of what an operator of torch makes are told by those of its arguments."""
+    if func.namespace != "aten" or not _BY_VALUES.isdisjoint(func.tags):
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _described(values: Any, given: list[FakeTensor]) -> Iterator[Hashable]:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.is_inference() or not _is_plain(value):
+                raise _Unknown
+            given.append(value)
+            yield value.shape
+            yield value.stride()
+            yield value.storage_offset()
+            yield value.dtype
+            yield value.fake_device
+        elif kind in _PLAIN:
+            yield kind.__name__
+            yield value
+        elif kind in (list, tuple, torch.Size):
+            yield len(value)
+            yield from _described(value, given)
+        else:
+            raise _Unknown
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.dtype.is_complex and not tensor.is_neg()
+
+
+def _note(out: Any, given: list[FakeTensor], fresh: set[int]) -> Any:
+    """Return what the results are made again by.
+
+    Args:
+        out: the results; ``given``: the tensors among the arguments.
+        fresh: the memory that earlier results have for themselves.
+
+    Raises:
+        _Unknown: they are not to be had so.
+    """
+    if type(out) in (list, tuple):
+        return type(out), [_note(item, given, fresh) for item in out]
+    if type(out) in _PLAIN:
+        return None, out
+    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or not _is_plain(out):
+        raise _Unknown
+    storage = out.untyped_storage()._cdata
+    same = [at for at, one in enumerate(given) if one is out]
+    sharing = (at for at, one in enumerate(given) if one.untyped_storage()._cdata == storage)
+    of = next(iter(same or sharing), None)
+    size, stride, offset = tuple(out.shape), out.stride(), int(out.storage_offset())
+    if of is None:
+        last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if out.numel() else -1
+        if offset or storage in fresh or out.untyped_storage().nbytes() != (last + 1) * out.element_size():
+            raise _Unknown
+        fresh.add(storage)
+    return _Result(size, stride, offset, out.dtype, out.fake_device, of, bool(same))
