@@ -15,6 +15,7 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,7 @@ _CAN_HIDE_FROM_DYNAMO: Final = hasattr(eval_frame, "set_code_exec_strategy")
 _running_compiled: Final = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 _WIDEST_ITEM: Final = 16
 _LARGE: Final = 1 << 20
+_TELLING: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 _UNCOMPILED: Final = (
@@ -53,6 +55,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self._process = os.getpid()
         self._warned = False
+        self._foreseen: dict[Hashable, tuple[int, ...]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -101,8 +104,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return
-        with _disable_current_modes():  # not shown to the user's own modes
-            sizes = foreseen_bytes(func, args, kwargs)
+        key = (func, torch.get_default_dtype(), *_described(args), *kwargs, *_described(kwargs.values()))
+        sizes = self._foreseen.get(key)
+        if sizes is None:
+            with _disable_current_modes():  # not shown to the user's own modes
+                sizes = foreseen_bytes(func, args, kwargs)
+            if None not in key:
+                self._foreseen[key] = sizes
         if sum(sizes) > self.device.headroom():
             self.device.check_room(sizes)
 
@@ -132,6 +140,20 @@ def _hide_from_dynamo(function: Any) -> None:
 
 if _CAN_HIDE_FROM_DYNAMO:
     _hide_from_dynamo(CountingMode.__torch_dispatch__)
+
+
+def _described(values: Iterable[Any]) -> Iterator[Hashable]:
+    """Yield what tells the sizes that are made of arguments, None for one of which it cannot be told."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield (value.size(), value.stride(), value.dtype) if value.layout is torch.strided else None
+        elif isinstance(value, list | tuple):
+            yield len(value)
+            yield from _described(value)
+        elif type(value) in _TELLING:
+            yield type(value).__name__, value  # True is 1, and makes results of another type
+        else:
+            yield None
 
 
 def most_bytes(func: Any, args: tuple[Any, ...]) -> int:

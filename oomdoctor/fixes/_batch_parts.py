@@ -184,6 +184,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             self._host, self._host_ended = RandomState.take(), set[Any]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what is compiled runs as it is written here
+
     @contextmanager
     def of(self, start: int, count: int) -> Iterator[None]:
         """Draw for a part: ``count`` rows from ``start`` on."""
