@@ -196,7 +196,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start, self._count, self._at = start, count, 0
         _drawing.append(self)
         try:
-            with torch._C._IncludeDispatchKeyGuard(_random_key()):
+            with self if (key := _random_key()) is None else torch._C._IncludeDispatchKeyGuard(key):
                 yield
         finally:
             _drawing.remove(self)
@@ -326,13 +326,17 @@ _KEY: Final = "TESTING_ONLY_GenericMode"
 
 
 @cache
-def _random_key() -> torch._C.DispatchKey:
+def _random_key() -> torch._C.DispatchKey | None:
     """Return the dispatch key that leads random operators, and no others, past the modes in ``_drawing``.
 
     A dispatch mode that stays on costs some 10 µs for each operator. A key that falls through costs nothing: torch has
-    one that no kernel of its own uses. It is for whoever includes it; what is registered stays.
+    one that no kernel of its own uses. It is for whoever includes it; what is registered stays. None where this torch
+    has no such key.
     """
-    key = torch._C._dispatch_key_parse(_KEY)
+    try:
+        key = torch._C._dispatch_key_parse(_KEY)
+    except RuntimeError:
+        return None
     others, random = (torch.library.Library(home, "IMPL", _KEY) for home in ("_", "aten"))  # type: ignore[no-untyped-call]
     others.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
     _registered.extend((others, random))

@@ -103,7 +103,8 @@ class Fakes(FakeTensorMode):
         if not _goes_by_sizes(func) or torch.is_inference_mode_enabled():  # whose views have no memory to be set to
             raise _Unknown
         named = (*kwargs, *_described(kwargs.values(), given)) if kwargs else ()
-        return (func._name, *_described(args, given), named, torch.get_default_dtype())
+        settings = torch.get_default_dtype(), torch.is_grad_enabled()
+        return (func._name, *_described(args, given), named, *settings)
 
     def _made(self, noted: Any, given: list[FakeTensor]) -> Any:
         if type(noted) is _Result:
@@ -153,6 +154,7 @@ def _described(values: Any, given: list[FakeTensor]) -> Iterator[Hashable]:
             yield value.storage_offset()
             yield value.dtype
             yield value.fake_device
+            yield value.requires_grad
         elif kind in _PLAIN:
             yield kind.__name__
             yield value

@@ -254,7 +254,7 @@ class _Comparison:
             again = self._again().leaves
             left = {path: leaf for path, leaf in left.items() if again.get(path) == leaf}
             size, path = rounding(left, changed.leaves)
-        far = f" (`{path}`, which rounding alone moves as far)" if size > _FAR else ""
+        far = f" (`{_shown(path)}`, which rounding alone moves as far)" if size > _FAR else ""
         equal = "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
         return Trial(same=True, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
 
@@ -332,6 +332,11 @@ def _root(path: str) -> str:
     return re.split(r"[.\[, ]", path, maxsplit=1)[0]
 
 
+def _shown(path: str) -> str:
+    """Return a path as one would write it: a module's parts by their names alone."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+
+
 def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
     """Return the names that the change makes for itself and no cell mentions: an earlier retry may have left them."""
     told = [*before.replays, before.source, *(cell.source for cell in session.cells.history)]
@@ -342,7 +347,7 @@ def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
 def _why(found: list[Difference]) -> str:
     """Return the differences in words, those of numbers last: what is not there at all is told first."""
     found = sorted(found, key=lambda one: (one.size is not None, -(one.size or 0.0)))
-    told = "; ".join(f"`{one.path}` {one.why}" for one in found[:_NAMED])
+    told = "; ".join(f"`{_shown(one.path)}` {one.why}" for one in found[:_NAMED])
     more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return f"{told[:_TOLD]}{more}"
 

@@ -310,6 +310,18 @@ def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatc
     assert "aten.bernoulli_.float" in seen
 
 
+def test_without_a_key_of_their_own_all_operators_pass_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = importlib.import_module("oomdoctor.fixes._batch_parts")
+    monkeypatch.setattr(module, "_KEY", "NoSuchKey")
+    monkeypatch.setattr(module, "_random_key", module._random_key.__wrapped__)
+    x = torch.ones(6, 4)
+    torch.manual_seed(0)
+    whole, state = F.dropout(x), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat([F.dropout(part) for part in batch_parts(2, x)]), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_compiled_functions_run_as_they_are_written() -> None:
     compiled = []
 
