@@ -11,7 +11,7 @@ may return them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -24,18 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomdoctor.errors import StateError
 from oomdoctor.fixes import _forward
-from oomdoctor.fixes._chunked_loss import (
-    arguments_of,
-    check_once,
-    chunks_of,
-    in_rows,
-    longest,
-    losses_of,
-    reduced,
-    why_not,
-)
+from oomdoctor.fixes._chunked_loss import arguments_of, longest, why_not
+from oomdoctor.fixes._output_layer import TRIED, Replay, comes_out, in_chunks, with_layer
 
 _WIDENS: Final = 2
 """So many times as many outputs as inputs has a layer whose logits are worth making twice."""
@@ -43,10 +34,6 @@ _FIRST: Final = 1 << 40
 """Number of the first row: what computes with such numbers does not give one of them."""
 _NODES: Final = 8
 """So many nodes of a graph does a function make at most that only moves or casts."""
-_TRIED: Final = 4
-"""Rows, or slices of them, that are made again in the forward to see whether they come out as they were."""
-_LEAST: Final = 1e-3
-"""How far logits that are made again may lie apart, of the largest, where their type has more digits than that."""
 
 
 def chunked_head(model: Any, chunks: int) -> None:
@@ -143,14 +130,9 @@ class _Follow(TorchFunctionMode):
         made = self._known(given["input"]) if torch.is_grad_enabled() else None
         found = None if made is None else _replay(made, given["input"], given["target"])
         if made is None or found is None:
-            return in_rows(given, self._chunks)
+            return in_chunks(given, self._chunks)
         replay, tensors = found
-        return reduced(
-            given,
-            lambda logits, *of: _OfLayer.apply(  # type: ignore[no-untyped-call]
-                logits.detach(), *of, self._chunks, replay, made.inputs, *tensors
-            ),
-        )
+        return with_layer(given, self._chunks, replay, [made.inputs, *tensors])
 
 
 def _is_linked(result: Any) -> bool:
@@ -182,42 +164,7 @@ def _continued(made: _Made, step: _Step, result: torch.Tensor) -> _Made | None:
     return made._replace(steps=steps, version=result._version, grad_fn=result.grad_fn, passed=passed)
 
 
-class _Replay(NamedTuple):
-    """How a chunk of logits is made again. It holds no tensor that the graph has to let go of.
-
-    Attributes:
-        leaves: the arguments of the layer beside its inputs, None for each tensor; ``form``: how they were nested.
-        rows: which row of the inputs each row of logits is of, in the shape of the logits with a single class.
-        computed: what was computed of the logits on the way.
-    """
-
-    function: Callable[..., Any]
-    leaves: list[Any]
-    form: Any
-    autocast: tuple[bool, torch.dtype]
-    rows: torch.Tensor
-    computed: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    passed: tuple[ref[torch.Tensor], ...]
-
-    def __call__(self, inputs: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Make the logits of rows of ``inputs``, with the tensors of the layer."""
-        filled = [leaf if one is None else one for leaf, one in zip(self.leaves, tensors, strict=True)]
-        rest, options = pytree.tree_unflatten(filled, self.form)
-        with torch.autocast(inputs.device.type, self.autocast[1], enabled=self.autocast[0]):
-            logits: torch.Tensor = self.function(inputs, *rest, **options)
-            for compute in self.computed:
-                logits = compute(logits)
-        return logits.movedim(-1, 1) if logits.ndim > 2 else logits
-
-    def is_watched(self) -> bool:
-        """Tell whether somebody asks for the gradient of logits on the way."""
-        tensors = (one() for one in self.passed)
-        return any(one is not None and (one._backward_hooks or one.retains_grad) for one in tensors)
-
-
-def _replay(
-    made: _Made, logits: torch.Tensor, target: torch.Tensor
-) -> tuple[_Replay, list[torch.Tensor | None]] | None:
+def _replay(made: _Made, logits: torch.Tensor, target: torch.Tensor) -> tuple[Replay, list[torch.Tensor | None]] | None:
     """Return how logits are made again, and the tensors of their layer beside its inputs.
 
     None where that does not give the logits that there are, which is tried on a few rows.
@@ -232,18 +179,18 @@ def _replay(
         if told is None or told[0].shape[1] != 1 or told[0].numel() != target.numel():
             return None
         rows, computed = told
-        found = _Replay(made.layer.function, plain, form, made.autocast, rows, computed, made.passed)
+        found = Replay(made.layer.function, plain, form, made.autocast, rows, computed, made.passed)
         if found.is_watched():
             return None
         if _forward.is_shadow_run():
             return found, tensors
         with torch.no_grad():
             at, within = longest(target)
-            few = torch.randint(target.shape[at], (_TRIED,), device="cpu")
+            few = torch.randint(target.shape[at], (TRIED,), device="cpu")
             chosen = rows.index_select(within, few).squeeze(1).to(logits.device)
             again = found(made.inputs.flatten(0, -2)[chosen], tensors)
             there = logits.index_select(within, few.to(logits.device))
-            if bool(((again - there).abs() <= max(_LEAST, 4 * made.eps) * there.abs().max()).all()):
+            if comes_out(again, there, made.eps):
                 return found, tensors
     return None
 
@@ -288,48 +235,3 @@ def _are_moved(rows: Any, count: int, classes: int, shape: torch.Size) -> bool:
         return False
     differ = [pair for pair in zip(rows.shape, shape, strict=True) if pair[0] != pair[1]]
     return differ == [(1, classes)] and bool(((rows >= _FIRST) & (rows < _FIRST + count)).all())
-
-
-class _OfLayer(torch.autograd.Function):
-    """The losses of all rows, whose logits are made again in the backward pass, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        logits, target, options, chunks, replay, *layer = given
-        each = [losses_of(part, labels, options) for part, labels in chunks_of(chunks, logits, target)]
-        ctx.save_for_backward(target, *layer)
-        ctx.options, ctx.chunks, ctx.replay = options, chunks, replay
-        return torch.cat(each, longest(target)[0])
-
-    @staticmethod
-    def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
-        check_once()
-        if ctx.replay.is_watched():
-            raise StateError("a hook asks for the gradient of logits, which a head in chunks does not have as a whole")
-        target, *layer = ctx.saved_tensors
-        wanted = [at for at, one in enumerate(ctx.needs_input_grad[-len(layer) :]) if one]
-        own: list[Any] = [
-            one if one is None else one.detach().requires_grad_(at in wanted) for at, one in enumerate(layer)
-        ]
-        inputs = layer[0].detach().flatten(0, -2)
-        totals: list[Any] = [torch.zeros_like(inputs) if 0 in wanted else None, *(None for _ in layer[1:])]
-        for rows, labels, of_part in chunks_of(ctx.chunks, ctx.replay.rows, target, of_losses):
-            places = _places(rows, inputs.device)
-            with torch.enable_grad():
-                own[0] = inputs[places].requires_grad_(0 in wanted)
-                losses = losses_of(ctx.replay(own[0], own[1:]), labels, ctx.options)
-            for at, grad in zip(wanted, torch.autograd.grad(losses, [own[at] for at in wanted], of_part), strict=True):
-                if at == 0:
-                    totals[0].index_add_(0, places.flatten(), grad.flatten(0, -2))
-                else:
-                    totals[at] = grad if totals[at] is None else totals[at].add_(grad)
-        if totals[0] is not None:
-            totals[0] = totals[0].view_as(layer[0])
-        return None, None, None, None, None, *totals
-
-
-def _places(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return of which rows of its inputs a layer made the logits of a chunk."""
-    if _forward.is_shadow_run():
-        return torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=device)
-    return rows.squeeze(1).to(device)

@@ -1,7 +1,4 @@
-"""A cross-entropy over chunks of rows.
-
-``chunked_loss(F.cross_entropy, 8)`` has the log-probabilities of one chunk of rows at a time, in the backward pass too.
-"""
+"""A cross-entropy over chunks of rows: the log-probabilities of one chunk at a time, in the backward pass too."""
 
 from __future__ import annotations
 
@@ -10,36 +7,13 @@ from inspect import signature
 from typing import Any, Final
 
 import torch
-from torch.nn import CrossEntropyLoss, functional
+from torch.nn import functional
 
 from oomdoctor.errors import StateError
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _SIGNATURE: Final = signature(functional.cross_entropy)
-_OPTIONS: Final = ("weight", "ignore_index", "reduction", "label_smoothing")
-
-
-def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
-    """Return a cross-entropy that has the log-probabilities of one chunk of rows at a time.
-
-    The mean is over all rows that count, weighted by their classes, not the mean of means of chunks.
-
-    Args:
-        loss: ``torch.nn.functional.cross_entropy``, or a ``torch.nn.CrossEntropyLoss``.
-        chunks: how many; called with tensors of which there is no chunk, it is the loss itself.
-    """
-
-    def taken(*args: Any, **kwargs: Any) -> Any:
-        if type(loss) is CrossEntropyLoss:
-            kwargs |= {name: getattr(loss, name) for name in _OPTIONS}
-        elif loss is not functional.cross_entropy:
-            raise StateError("the loss is not torch's cross_entropy: it is not taken in chunks")
-        given = arguments_of(args, kwargs)
-        if why := why_not(given):
-            raise StateError(f"a cross-entropy {why}")
-        return in_rows(given, chunks)
-
-    return taken
+OPTIONS: Final = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 
 def in_rows(given: dict[str, Any], chunks: int) -> torch.Tensor:
