@@ -221,7 +221,7 @@ class Notebook:
         self.kernel = Kernel({"PYTHONPATH": ours, "JPY_SESSION_NAME": "public", **alike})
         self.kernel.value(f"{HERE}.__name__")  # before the program's own modules, whose names may be those of ours
         begin = f"__import__('os').chdir({str(self.folder)!r}), __import__('sys').path.insert(0, {str(self.folder)!r})"
-        self.kernel.value(f"[{begin}]")
+        self.kernel.value(f"[{begin}, __import__('random').seed(0)]")  # which Python seeds anew in each process
         self.run("%load_ext oomdoctor")
 
     def run(self, text: str) -> tuple[Reply, float]:

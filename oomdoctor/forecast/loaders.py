@@ -11,11 +11,13 @@ each epoch; what is random in a sample is seen once; what libraries beside torch
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -223,26 +225,34 @@ def _batches(loader: Any, tracker: Tracker, *, is_here: bool) -> _Batches:
     fetch = fetcher.fetch
 
     def fetched(indices: Any) -> Any:
-        fetching.begin()
-        try:
+        def together() -> Any:
             with Together():  # type: ignore[no-untyped-call]
                 return fetch(indices)
-        except AssertionError:  # of torch: fakes, which the cell made, were to be put into a new, real tensor
-            with tracker.fake_mode:
-                return fetch(indices)
+
+        fetching.begin()
+        return _made(together, lambda: fetch(indices), tracker)
 
     fetcher.fetch = fetched
     with fetching:
         batch = next(iterator)
     begins, takes = fetching.done(batch)
     found = _Batches(batch, is_here=is_here, begins=begins, takes=takes)
-    for indices in _longest_batches(loader):
+    for indices in _longest_batches(loader, tracker):
         fetching = Fetching(tracker, is_here=is_here)
         with fetching:
             batch = fetched(indices)
         if _bytes(batch) > _bytes(found.first if found.longest is None else found.longest):
             found.longest, (_, found.longest_takes) = batch, fetching.done(batch)
     return found
+
+
+def _made(make: Callable[[], Any], among_fakes: Callable[[], Any], tracker: Tracker) -> Any:
+    """Return what is made of real tensors, or among fakes where some of them, which the cell made, are fakes."""
+    try:
+        return make()
+    except AssertionError:  # of torch, which does not have both in one operation
+        with tracker.fake_mode:
+            return among_fakes()
 
 
 class _FewSamples:
@@ -324,7 +334,7 @@ def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return cut
 
 
-def _longest_batches(loader: Any) -> list[list[Any]]:
+def _longest_batches(loader: Any, tracker: Tracker) -> list[list[Any]]:
     """Return the indices of batches that may be the largest; nothing where all are alike, as far as can be told."""
     sampler = loader.batch_sampler
     if sampler is None:
@@ -333,7 +343,7 @@ def _longest_batches(loader: Any) -> list[list[Any]]:
     pads = loader.collate_fn is not default_collate
     if not (is_own or pads):
         return []  # torch stacks samples of one shape alone
-    size = _sizes(loader.dataset) if pads else None
+    size = _sizes(loader.dataset, tracker) if pads else None
     if size is None and not is_own:
         return []
     size = size or (lambda _index: 1)
@@ -350,7 +360,7 @@ def _longest_batches(loader: Any) -> list[list[Any]]:
     return chosen
 
 
-def _sizes(dataset: Any) -> Callable[[Any], int] | None:
+def _sizes(dataset: Any, tracker: Tracker) -> Callable[[Any], int] | None:
     """Return what tells how large a sample is, None where the samples are alike; what was not measured counts as 0."""
     try:
         count = len(dataset)
@@ -358,19 +368,20 @@ def _sizes(dataset: Any) -> Callable[[Any], int] | None:
         return None
     known: dict[Any, int] = {}
     step = max(count // _PROBED, 1)
-    _measure(dataset, range(0, count, step), known)
+    _measure(dataset, range(0, count, step), known, tracker)
     if len(set(known.values())) < 2:
         return None
     # In no order: where the time does not suffice, what was measured is to be like what was not.
     order = random.Random(0).sample(range(count), count)
-    _measure(dataset, order, known)
+    _measure(dataset, order, known, tracker)
     return lambda index: known.get(index, 0)
 
 
-def _measure(dataset: Any, indices: Sequence[int], known: dict[Any, int]) -> None:
+def _measure(dataset: Any, indices: Sequence[int], known: dict[Any, int], tracker: Tracker) -> None:
     end = time.monotonic() + _MEASURING_S
     for index in indices:
         if index not in known:
-            known[index] = size_of(dataset[index])
+            sample = partial(operator.getitem, dataset, index)
+            known[index] = size_of(_made(sample, sample, tracker))
         if time.monotonic() > end:
             return

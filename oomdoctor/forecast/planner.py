@@ -84,6 +84,7 @@ class Planner:
         self._is_blind = False
         self._waiting: list[tuple[Ladder, int, Reading]] = []
         self._pairs: list[tuple[Ladder, Ladder]] | None = None
+        self._last: Ladder | None = None
 
     # How it goes ------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class Planner:
         offered = [
             ladder.candidate(*ladder.settled(unchanged, scale, supposed))
             for ladder in self._ladders
-            if ladder.refused is None and (ladder.is_single or ladder.search.found is not None)
+            if ladder.refused is None and (ladder.is_single or ladder.search.found is not None or ladder is self._last)
         ]
         refusals = [(one.fixes[0], one.refused) for one in self._ladders if one.refused is not None and one.is_single]
         return Plan(
@@ -256,7 +257,7 @@ class Planner:
         left = {
             ladder.place: min(told.peak / peak for told in ladder.told.values() if told.peak is not None)
             for ladder in self._ladders
-            if ladder.refused is None and ladder.told and ladder.why is None and JOINING.issuperset(ladder.fixes)
+            if ladder.refused is None and ladder.told and not ladder.breaks and JOINING.issuperset(ladder.fixes)
         }
         saving = [ladder for ladder in self._ladders if left.get(ladder.place, 1.0) < _SAVES]
         saving.sort(key=lambda one: left[one.place])
@@ -350,6 +351,22 @@ class Planner:
         for ladder in self._ladders:
             if not ladder.search.over and ladder.refused is None and ladder.why is None:
                 ladder.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
+        if self._unchanged.peak is not None and not any(map(self._may_heal, self._ladders)):
+            self._put_last(self._unchanged.peak)
+
+    def _may_heal(self, ladder: Ladder) -> bool:
+        return ladder.refused is None and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
+
+    def _put_last(self, peak: int) -> None:
+        """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
+        for pair in self._possible_pairs(peak):
+            ladder = Ladder(len(self._ladders), _steps_of_two(*pair)[-1:], self._session, self._evidence)
+            is_known = any(done.fixes == ladder.fixes and done.told for done in self._ladders)
+            if ladder.effect in KEEPING and not is_known and not isinstance(ladder.attempt(0), Refused):
+                ladder.why = late(self.time_budget_s)
+                self._ladders.append(ladder)
+                self._last = ladder
+                return
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 
