@@ -214,7 +214,7 @@ def _never_bound(scope: Scope, unbound: Collection[str]) -> frozenset[str]:
 
 
 def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Iterator[ast.stmt]:
-    """Yield the statements that are run after the one with the line, if it does not fail.
+    """Yield the statements that are run after the one with the line, if it does not fail, or were passed by before.
 
     Args:
         unbound: names that nothing has bound yet.
@@ -223,6 +223,7 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
     at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
     if at is None:
         return
+    yield from _passed_by(waiting[:at], unbound)
     now = waiting[at]
     if isinstance(now, ast.If):
         for block, other in ((now.body, now.orelse), (now.orelse, now.body)):
@@ -239,6 +240,17 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
         if not all(call_name(item.context_expr).rpartition(".")[2] in words.LETS_ERRORS_THROUGH for item in now.items):
             return
     yield from waiting[at + 1 :]
+
+
+def _passed_by(done: Iterable[ast.stmt], unbound: frozenset[str]) -> Iterator[ast.stmt]:
+    """Yield the blocks within statements that have ended that were not run: one binds a name that is not bound."""
+    for node in done:
+        for block in (node.body, node.orelse) if isinstance(node, (ast.If, *_LOOPS)) else ():
+            is_left = any(isinstance(inner, ast.Break | ast.Continue) for one in block for inner in ast.walk(one))
+            if not is_left and any(not unbound.isdisjoint(_always_bound(one)) for one in block):
+                yield from block
+            else:
+                yield from _passed_by(block, unbound)
 
 
 def _is_first_round(loop: ast.For | ast.AsyncFor | ast.While, line: int, unbound: frozenset[str]) -> bool:

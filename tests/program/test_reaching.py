@@ -129,3 +129,23 @@ def test_a_module_is_not_the_function_of_its_name() -> None:
     cells = Cells(history=(module, Cell(number=1, source="import train\ntrain.train()")))
     found = facts(cells, {}, line=2, running=[(1, 2), (-1, 2)])
     assert (found.not_repeatable, found.not_reached) == ((), ("train.py, line 3: `os.remove(a)`",))
+
+
+@pytest.mark.parametrize(
+    ("source", "was_passed_by"),
+    [
+        pytest.param("if x:\n    r = os.remove(a)\ntrain()", True, id="a branch that would have bound a name"),
+        pytest.param("if x:\n    s = 1\nelse:\n    os.remove(a)\n    r = 1\ntrain()", True, id="the other one"),
+        pytest.param("if x:\n    if z:\n        r = os.remove(a)\ntrain()", True, id="a branch of a branch"),
+        pytest.param("for i in y:\n    r = os.remove(a)\ntrain()", True, id="a loop without a round"),
+        pytest.param("if x:\n    os.remove(a)\ntrain()", False, id="it binds nothing"),
+        pytest.param("for i in y:\n    os.remove(a)\n    if x:\n        break\n    r = 1\ntrain()", False, id="left"),
+        pytest.param("try:\n    if x:\n        r = os.remove(a)\nexcept E:\n    pass\ntrain()", False, id="swallowed"),
+        pytest.param("if x:\n    r = os.remove(a)\n    del r\ntrain()", False, id="deleted"),
+    ],
+)
+def test_a_block_that_would_have_bound_a_name_was_passed_by(source: str, was_passed_by: bool) -> None:
+    cells = Cells(history=(Cell(number=1, source=source),))
+    line = len(source.splitlines())
+    found = facts(cells, {}, line=line, running=[(1, line)])
+    assert (len(found.not_repeatable), len(found.not_reached)) == ((0, 1) if was_passed_by else (1, 0))
