@@ -48,11 +48,13 @@ _MUCH: Final = 4 / 3
 """Ratio of times from which on a retry waits for the forecast of the change that promises the shorter one."""
 _PAIRED: Final = 4
 """So many of the fixes that save most are put together by twos."""
+_STEPS: Final = 4
+"""So many doses of two together are asked about, the strongest: no single one was enough in its own strongest."""
 
 JOINING: Final = frozenset(
     {
         *("autocast", "checkpoint_blocks", "chunked_loss", "detach_history", "lighter_optimizer", "micro_batch"),
-        *("optimizer_foreach_off", "sdpa_attention", "set_to_none", "smaller_batch", "smaller_image"),
+        *("optimizer_foreach_off", "save_on_cpu", "sdpa_attention", "set_to_none", "smaller_batch", "smaller_image"),
         "truncate_sequence",
     }
 )
@@ -244,7 +246,7 @@ class Planner:
             pair = self._pairs.pop(0)
             if any(self._beats(done, pair) for done in self._ladders):
                 continue
-            rungs = _steps_of_two(*pair)
+            rungs = _steps_of_two(*pair)[-_STEPS:]
             ladder = Ladder(len(self._ladders), rungs, self._session, self._evidence)
             if isinstance(ladder.attempt(len(rungs) - 1), Refused):
                 continue
