@@ -46,6 +46,8 @@ from oomdoctor.program.definitions import Program, site
 
 _HOME: Final = "torch.autograd.graph"
 _NAME: Final = "save_on_cpu"
+_VALUED: Final = Dose.of(value=True)
+"""For a cell that ends with a value, which it would not show where its last line stands in a block."""
 _HOOKED: Final = re.compile(r"\bsave_on_cpu\b|\bsaved_tensors_hooks\b")
 
 _SLOWDOWN: Final = {True: 1.5, False: 2.5}
@@ -128,10 +130,26 @@ def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         imports = [import_lines.source_of(_HOME, _NAME, name)]
     parsed = need(rewriting.read(cells.failing.source))
     (statement, *_) = rewriting.path_to(parsed, running.line)
-    lines = rewriting.apart(statement) if isinstance(statement, cst.SimpleStatementLine) else [statement]
-    block = under(parsed, f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", lines)
-    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, {statement: block}), imports)
+    several = rewriting.apart(statement) if isinstance(statement, cst.SimpleStatementLine) else [statement]
+    *lines, last = several
+    behind: list[rewriting.Statement] = []
+    if "value" in dict(dose.values) and statement is parsed.module.body[-1]:
+        last, behind = _bound(parsed, last, rewriting.fresh_name("result", cells))
+    block = under(parsed, f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", [*lines, last])
+    module = rewriting.exchange(parsed.module, {statement: [block, *behind]})
+    module = import_lines.insert_at_top(parsed, module, imports)
     return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+
+
+def _bound(
+    parsed: rewriting.ParsedCell, line: rewriting.Statement, name: str
+) -> tuple[rewriting.Statement, list[rewriting.Statement]]:
+    """Return the last line of a cell with a name for its value, and a line that shows it as that one did."""
+    value = line.body[-1] if isinstance(line, cst.SimpleStatementLine) else None
+    if not isinstance(value, cst.Expr) or parsed.module.code.rstrip().endswith(";"):
+        return line, []
+    bound = cst.Assign(targets=[cst.AssignTarget(target=cst.Name(name))], value=value.value)
+    return rewriting.exchange(line, {value: bound}), [*rewriting.statements(f"{name}\n", parsed)]
 
 
 @proposing
@@ -285,6 +303,7 @@ FIXES: Final = (
         propose=_propose_saved,
         apply=_apply_saved,
         patch=_patch_saved,
+        ways=(_VALUED,),
     ),
     Fix(
         id="offload_optimizer_state",

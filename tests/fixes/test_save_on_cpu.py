@@ -215,6 +215,20 @@ def test_what_runs_a_function_of_an_earlier_cell_without_import_torch() -> None:
     assert "# all of it\nwith save_on_cpu():\n    fit(model)" in edit.after
 
 
+def test_the_value_that_a_cell_ends_with_is_kept_where_that_is_asked_for() -> None:
+    sources = ("import torch\ndef train():\n    return 3", "x = 1\ntrain()  # all of it")
+    made = {dose: patched(*sources, dose=dose, line=2) for dose in (PLAIN, PLAIN | FIX.ways[0])}
+    plain, valued = (made[dose] for dose in made)
+    assert isinstance(plain, Patch)
+    assert isinstance(valued, Patch)
+    block = "with torch.autograd.graph.save_on_cpu():\n    "
+    assert plain.edits[0].after == f"x = 1\n{block}train()  # all of it"
+    assert valued.edits[0].after == f"x = 1\n{block}result = train()  # all of it\nresult"
+    for other in ("x = train()", "train();"):
+        found = [patched(sources[0], other, dose=dose, line=1) for dose in made]
+        assert found[0] == found[1]
+
+
 def test_without_the_line_that_was_running_there_is_no_patch() -> None:
     refused = patched(SETUP, TRAINS, line=None)
     assert isinstance(refused, Refused), refused
