@@ -48,7 +48,7 @@ from oomdoctor.objects.frames import (
 )
 from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
-from oomdoctor.objects.named import class_attributes, output_cache, user_names
+from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import words
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 
@@ -146,7 +146,7 @@ def _program(
     return census.Program(
         borrowed=frozenset().union(*(loop_targets(cell.source) for cell in session.cells.history)),
         passed_over=passed_over,
-        names=[*names, *class_attributes(names, namespace.get("__name__"))],
+        names=[*names, *own_underscores(namespace), *class_attributes(names, namespace.get("__name__"))],
         outputs=list(output_cache(namespace)),
         frames=frames,
         earlier=[frame for error in earlier for frame in frames_of(error, filenames, namespace)],

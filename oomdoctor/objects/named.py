@@ -138,7 +138,22 @@ def output_cache(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     outputs = namespace.get("_oh")
     if type(outputs) is dict:
         yield from ((f"Out[{number}]", value) for number, value in list(outputs.items()))
-    yield from ((name, namespace[name]) for name in ("_", "__", "___") if name in namespace)
+    yield from ((name, value) for name, value, is_shown in _last(namespace) if is_shown)
+
+
+def own_underscores(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield ``_``, ``__`` and ``___`` where the user bound them, as ``pred, _ = model(x)`` does."""
+    yield from ((name, value) for name, value, is_shown in _last(namespace) if not is_shown)
+
+
+def _last(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the names of the last results, each with whether that is a result which IPython keeps."""
+    outputs = namespace.get("_oh")
+    shown = list(outputs.values()) if type(outputs) is dict else []
+    for name in ("_", "__", "___"):
+        if name in namespace:
+            value = namespace[name]
+            yield name, value, any(value is one for one in shown)
 
 
 def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]]:
