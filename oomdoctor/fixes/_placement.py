@@ -91,7 +91,10 @@ def _in_function(cells: Cells, model: Owner) -> _Place:
 
 
 def _binding(function: cst.FunctionDef, name: str) -> list[cst.SimpleStatementLine]:
-    """Return the lines of a function that assign to a name."""
+    """Return the lines of a function that assign to a name, ``name = name.train()`` in a loop apart."""
     target = m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))
     lines = rewriting.within(function.body, cst.SimpleStatementLine, without=(cst.FunctionDef, cst.ClassDef))
-    return [line for line in lines if m.findall(line, target)]
+    loops = (*rewriting.within(function.body, cst.For), *rewriting.within(function.body, cst.While))
+    looped = {line for loop in loops for line in rewriting.within(loop, cst.SimpleStatementLine)}
+    of_itself = m.Assign(value=m.Call(func=m.Attribute(value=m.Name(name))))
+    return [line for line in lines if m.findall(line, target) and not (line in looped and m.findall(line, of_itself))]

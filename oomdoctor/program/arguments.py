@@ -15,7 +15,7 @@ from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, assigned
-from oomdoctor.program.names import own_nodes, target_names
+from oomdoctor.program.names import call_name, own_nodes, target_names
 from oomdoctor.program.replay import node_of
 
 _SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.GeneratorExp, cst.Set)
@@ -159,8 +159,17 @@ class Binding(NamedTuple):
     whole: rewriting.Statement
 
 
+def _is_of_itself(value: ast.expr | None, name: str) -> bool:
+    """Return whether a value is what a method of ``name`` returns: of a module, the module."""
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and call_name(value.func.value) == name
+
+
+def _is_looped(parsed: rewriting.ParsedCell, node: ast.AST) -> bool:
+    return any(isinstance(one, ast.For | ast.AsyncFor | ast.While) for one in ancestors(parsed.tree, node))
+
+
 def last_binding(parsed: rewriting.ParsedCell, name: str, *, bound_before: bool = False) -> Binding | None:
-    """Return the last assignment to ``name`` in the text of the cell.
+    """Return the last assignment to ``name`` in the text of the cell, ``name = name.train()`` in a loop apart.
 
     Args:
         parsed: the cell.
@@ -168,7 +177,12 @@ def last_binding(parsed: rewriting.ParsedCell, name: str, *, bound_before: bool 
         bound_before: an earlier cell binds the name.
     """
     nodes = (node for node in own_nodes(parsed.tree.body) if isinstance(node, ast.Assign | ast.AnnAssign))
-    every = [(node, value) for node in nodes for target, value in assigned(node) if name in target_names(target)]
+    every = [
+        (node, value)
+        for node in nodes
+        for target, value in assigned(node)
+        if name in target_names(target) and not (_is_of_itself(value, name) and _is_looped(parsed, node))
+    ]
     if not every:
         return None
     node, value = every[-1]

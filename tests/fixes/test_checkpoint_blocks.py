@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from textwrap import indent
 from typing import Any
 
 import live
@@ -125,6 +126,18 @@ def test_a_name_of_the_notebook_that_a_function_binds_is_marked_in_that_function
     (edit,) = made.edits
     assert edit.cell == 2
     assert '    model = Net().train()\n    recompute(model, "blocks.*")\n    fit()\n' in edit.after
+
+
+def test_a_loop_that_sets_the_mode_of_the_model_does_not_make_it() -> None:
+    loop = "for x in batches:\n    model = model.train()\n    fit(x)\nfor x in batches:\n    model = model.eval()\n"
+    (edit,) = patch(live.cells_of(MAKES, loop), FACTS, ALL).edits
+    assert (edit.cell, edit.after) == (1, MADE)
+    main = f"def main():\n    global model\n    model = Net()\n{indent(loop, '    ')}"
+    (edit,) = patch(live.cells_of("a = 1", main, "main()"), FACTS, ALL).edits
+    assert '    model = Net()\n    recompute(model, "blocks.*")\n    for x' in edit.after
+    moved = f"{MAKES}model = model.to(device)\n"
+    (edit,) = patch(live.cells_of(moved, TRAINS), FACTS, ALL).edits
+    assert 'model = model.to(device)\nrecompute(model, "blocks.*")\n' in edit.after
 
 
 def test_takes_another_name_where_the_cells_have_theirs_and_marks_several_models() -> None:
