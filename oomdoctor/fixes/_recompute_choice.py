@@ -19,6 +19,8 @@ from oomdoctor.model.memory import ModuleMemory
 
 _BUDGETS: Final = 16
 """Budgets that parts are chosen for, each as much below the one before."""
+_FINEST: Final = 80
+"""A budget below the last that any parts keep to is looked for down to this fraction of the peak."""
 _GRAIN: Final = 64
 """Of what two choices keep so far, differences below this fraction of all that is kept do not count."""
 _GRADIENTS: Final = 2
@@ -72,10 +74,13 @@ def choices(rows: Sequence[ModuleMemory]) -> tuple[Choice, ...]:
     if whole is None:
         return ()
     found: dict[tuple[Part, ...], Choice] = {}
-    for at in range(1, _BUDGETS + 1):
-        one = calls.cheapest(whole.peak - whole.peak * at // (_BUDGETS + 1))
+    step, limit = whole.peak // (_BUDGETS + 1), whole.peak
+    while step > whole.peak // _FINEST:
+        one = calls.cheapest(limit - step)
         if one is None:
-            break
+            step //= 2  # the strongest lies between
+            continue
+        limit -= step
         found[one.parts] = Choice(parts=one.parts, saves=whole.peak - one.peak, cost=one.cost)
     return tuple(found.values())
 
