@@ -1,12 +1,12 @@
 """Whether the parts that are recomputed are the cheapest that fit: ``benchmarks/recompute.py [--write] [FAMILY ...]``.
 
 Small models of the tests run out of memory on the virtual accelerator at several shares of their peak. The parts that
-the plan chose stand beside the best of all sets of parts: every set of modules of the first level, and of stretches of
-a ``Sequential``, is run for its peak, and of those that stay below the budget, less the margin of a forecast, the one
-with the least time counts. What fits is told by what is alive, not by the segments of an allocator: these expand, and
-the pages of their beginning, which are some percent of so small a device, are left out. Time is that of the unchanged
-run and of the forwards that come again, by what the dry run of the plan told of each module; so a set is compared with
-another by the same clock, which is an estimate.
+the plan chose stand beside the best of all sets of parts: every set of modules of the first level, and of layers and
+stretches of a ``Sequential``, is run for its peak, and of those that stay below the budget, less the margin of a
+forecast, the one with the least time counts. What fits is told by what is alive, not by the segments of an allocator:
+these expand, and the pages of their beginning, which are some percent of so small a device, are left out. Time is that
+of the unchanged run and of the forwards that come again, by what the dry run of the plan told of each module; so a set
+is compared with another by the same clock, which is an estimate.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def parts_of(rows: Sequence[ModuleMemory]) -> dict[str, frozenset[str]]:
     found = {path: inner for path, inner in within.items() if path.count(".") < 1 and _kept(by_path, inner)}
     for path, row in by_path.items():
         children = [one for one in by_path if one.rpartition(".")[0] == path and one] if row.runs_in_turn else []
+        found |= {child: within[child] for child in children if _kept(by_path, within[child])}
         for first in range(len(children)):
             for last in range(first + 2, len(children) + 1):
                 start, stop = (int(children[at].rpartition(".")[2]) for at in (first, last - 1))
