@@ -36,6 +36,8 @@ _CAN_HIDE_FROM_DYNAMO: Final = hasattr(eval_frame, "set_code_exec_strategy")
 _running_compiled: Final = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 _WIDEST_ITEM: Final = 16
 _LARGE: Final = 1 << 20
+_MOST_FORESEEN: Final = 1 << 16
+"""So many sizes are remembered: a training with lengths of all kinds has no end of them."""
 _TELLING: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
@@ -109,7 +111,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sizes is None:
             with _disable_current_modes():  # not shown to the user's own modes
                 sizes = foreseen_bytes(func, args, kwargs)
-            if None not in key:
+            if None not in key and len(self._foreseen) < _MOST_FORESEEN:
                 self._foreseen[key] = sizes
         if sum(sizes) > self.device.headroom():
             self.device.check_room(sizes)

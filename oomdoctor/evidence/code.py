@@ -148,7 +148,7 @@ def _off_within(namespace: Mapping[str, Any]) -> set[str]:
     return {
         f"{name}.{attribute}"
         for name, owner in namespace.items()
-        for attribute, value in (plain_dict(owner) or {}).items()
+        for attribute, value in list((plain_dict(owner) or {}).items())
         if value is False
     }
 

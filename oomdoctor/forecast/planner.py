@@ -363,7 +363,8 @@ class Planner:
         """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
         for pair in self._possible_pairs(peak):
             ladder = Ladder(len(self._ladders), _steps_of_two(*pair)[-1:], self._session, self._evidence)
-            is_known = any(done.fixes == ladder.fixes and done.told for done in self._ladders)
+            alike = [done for done in self._ladders if done.fixes == ladder.fixes]
+            is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
             if ladder.effect in KEEPING and not is_known and not isinstance(ladder.attempt(0), Refused):
                 ladder.why = late(self.time_budget_s)
                 self._ladders.append(ladder)
