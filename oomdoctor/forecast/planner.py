@@ -357,7 +357,9 @@ class Planner:
             self._put_last(self._unchanged.peak)
 
     def _may_heal(self, ladder: Ladder) -> bool:
-        return ladder.refused is None and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
+        """Tell whether a change may be enough that is offered and keeps the results."""
+        is_offered = ladder.refused is None and (ladder.is_single or ladder.search.found is not None)
+        return is_offered and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
 
     def _put_last(self, peak: int) -> None:
         """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""

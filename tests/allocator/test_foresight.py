@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from oomdoctor.allocator import mode
 from oomdoctor.allocator.mode import foreseen_bytes, most_bytes
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.model.sizes import GIB
@@ -122,3 +123,19 @@ def test_a_result_that_fits_is_not_refused_by_a_bound_that_does_not():
     with simulate("256MiB"):
         wide = torch.zeros(4096, 1024)  # times its transpose the bound is 256 TiB, the result 64 MiB
         assert (wide @ wide.T).shape == (4096, 4096)
+
+
+def test_sizes_are_foreseen_once_for_the_same_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setattr(mode, "foreseen_bytes", lambda func, *given: seen.append(func) or foreseen_bytes(func, *given))
+    with simulate(64 << 20):
+        left, right = torch.zeros(2048, 2048), torch.zeros(2048, 2048)
+        for _ in range(3):
+            left @ right
+        assert seen.count(aten.mm.default) == 1
+        left[:1024] @ right
+        assert seen.count(aten.mm.default) == 2
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.zeros(2048, 1) @ torch.zeros(1, 40_000)
+        assert seen.count(aten.mm.default) == 3
