@@ -77,6 +77,7 @@ def own_modules() -> list[ModuleType]:
 
 _SHELL_NAMES: Final = frozenset({"In", "Out", "get_ipython", "exit", "quit"})
 _SHELL_UNDERSCORED: Final = re.compile(r"_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__|__[a-z]+")
+_LAST: Final = ("_", "__", "___")
 _DEPTH: Final = 3
 _MOST_ITEMS: Final = 64
 
@@ -149,11 +150,11 @@ def own_underscores(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _last(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Yield the names of the last results, each with whether that is a result which IPython keeps."""
     outputs = namespace.get("_oh")
-    shown = list(outputs.values()) if type(outputs) is dict else []
-    for name in ("_", "__", "___"):
-        if name in namespace:
-            value = namespace[name]
-            yield name, value, any(value is one for one in shown)
+    shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    own = plain_dict(getattr(getattr(shell, "_instance", None), "displayhook", None)) or {}
+    shown = [*(outputs.values() if type(outputs) is dict else ()), *(own.get(name) for name in _LAST)]
+    for name in filter(namespace.__contains__, _LAST):
+        yield name, namespace[name], any(namespace[name] is one for one in shown)
 
 
 def find(namespace: Mapping[str, Any]) -> dict[Kind, tuple[tuple[str, Any], ...]]:

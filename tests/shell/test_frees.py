@@ -78,6 +78,16 @@ def test_each_line_for_a_result_that_ipython_keeps(loaded: Kernel, shown: str) -
     assert loaded.run("_ * 2", ok=True).data("text/plain") == ["42"]
 
 
+def test_an_underscore_that_a_cell_binds_is_a_name_of_the_users(loaded: Kernel) -> None:
+    loaded.run("kept, _ = 1, made()", ok=True)
+    assert loaded.value(ALIVE) == [True]
+    assert _lines(loaded, "output_cache") == {}
+    held = json.loads(loaded.run("%memreport --json", ok=True).stdout)["evidence"]["census"]["holdings"]
+    assert "_" in [one["path"] for one in held]
+    loaded.run("del _", ok=True)
+    assert loaded.value(ALIVE) == [False]
+
+
 HELD = {
     "by a name that was shown": (["x = made()", "x"], "x", "%xdel x"),
     "by two names, one shown": (["x = made(); y = x", "y"], "x", "%xdel y"),
