@@ -38,7 +38,8 @@ _WIDEST_ITEM: Final = 16
 _LARGE: Final = 1 << 20
 _MOST_FORESEEN: Final = 1 << 16
 """So many sizes are remembered: a training with lengths of all kinds has no end of them."""
-_TELLING: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+TELLING: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of arguments that tell, beside the sizes of tensors, how large a result is."""
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 _UNCOMPILED: Final = (
@@ -152,7 +153,7 @@ def _described(values: Iterable[Any]) -> Iterator[Hashable]:
         elif isinstance(value, list | tuple):
             yield len(value)
             yield from _described(value)
-        elif type(value) in _TELLING:
+        elif type(value) in TELLING:
             yield type(value).__name__, value  # True is 1, and makes results of another type
         else:
             yield None

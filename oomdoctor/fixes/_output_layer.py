@@ -176,7 +176,7 @@ def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def _is_made_by(logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     eps = torch.finfo(inputs.dtype).eps
-    with torch.no_grad(), torch.random.fork_rng([logits.device] if logits.device.type == "cuda" else []):
+    with torch.no_grad(), torch.random.fork_rng([]):  # the host's generator alone is drawn from
         rows, classes = (torch.randint(size, (TRIED,), device="cpu").to(logits.device) for size in logits.shape)
         some = None if bias is None else bias.expand(weight.shape[1])[classes]
         of_all_rows = _linear(inputs, weight[:, classes], some)

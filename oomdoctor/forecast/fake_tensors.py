@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oomdoctor.allocator.mode import TELLING
+
 _aten: Final = torch.ops.aten
 _UNFILLED: Final = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}
-_PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BY_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -155,7 +156,7 @@ def _described(values: Any, given: list[FakeTensor]) -> Iterator[Hashable]:
             yield value.dtype
             yield value.fake_device
             yield value.requires_grad
-        elif kind in _PLAIN:
+        elif kind in TELLING:
             yield kind.__name__
             yield value
         elif kind in (list, tuple, torch.Size):
@@ -181,7 +182,7 @@ def _note(out: Any, given: list[FakeTensor], fresh: set[int]) -> Any:
     """
     if type(out) in (list, tuple):
         return type(out), [_note(item, given, fresh) for item in out]
-    if type(out) in _PLAIN:
+    if type(out) in TELLING:
         return None, out
     if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or not _is_plain(out):
         raise _Unknown

@@ -149,6 +149,11 @@ class Ladder:
         return len(self.rungs[0]) == 1
 
     @property
+    def is_offered(self) -> bool:
+        """Whether it is one fix that can be made, or several that were seen to fit."""
+        return self.refused is None and (self.is_single or self.search.found is not None)
+
+    @property
     def is_open(self) -> bool:
         """Whether there may yet be something to ask."""
         return self.refused is None and not self.search.over

@@ -125,7 +125,7 @@ class Planner:
         offered = [
             ladder.candidate(*ladder.settled(unchanged, scale, supposed))
             for ladder in self._ladders
-            if ladder.refused is None and (ladder.is_single or ladder.search.found is not None or ladder is self._last)
+            if ladder.is_offered or ladder is self._last
         ]
         refusals = [(one.fixes[0], one.refused) for one in self._ladders if one.refused is not None and one.is_single]
         return Plan(
@@ -358,8 +358,7 @@ class Planner:
 
     def _may_heal(self, ladder: Ladder) -> bool:
         """Tell whether a change may be enough that is offered and keeps the results."""
-        is_offered = ladder.refused is None and (ladder.is_single or ladder.search.found is not None)
-        return is_offered and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
+        return ladder.is_offered and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
 
     def _put_last(self, peak: int) -> None:
         """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
