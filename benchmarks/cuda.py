@@ -2,14 +2,16 @@
 """How far forecasts are from what PyTorch's CUDA allocator then counts: peaks allocated and reserved, on three cards.
 
     .venv-cuda/bin/python benchmarks/cuda.py [--card 8.0 ...] [--write] [NAME ...]
+    python benchmarks/cuda.py --here [--write] [NAME ...]
 
 Each program is forecast in a process whose device is in use, then run there, and held against
-``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()``. A GPU is needed, or the stub of NVIDIA's libraries
-(``make test-cuda`` builds it): then the allocator and the host code of every operator are PyTorch's own, and cards are
-told apart by their capability and multiprocessors. The stub's cuDNN asks for no workspace and its recurrent layers keep
-what its author guessed, so that the last columns of those rows say little.
+``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()``. Without ``--here``, on the stub of NVIDIA's
+libraries (``make test-cuda`` builds it): there the allocator and the host code of every operator are PyTorch's own, and
+cards are told apart by their capability and multiprocessors. The stub's cuDNN asks for no workspace and its recurrent
+layers keep what its author guessed, so that the last columns of those rows say little. With ``--here``, on this
+machine's GPU, and with programs of real size beside the small ones.
 
-``--write`` keeps the table in ``results/cuda.txt``.
+``--write`` keeps the table in ``results/cuda.txt``, of this machine's GPU in ``results/cuda_here.txt``.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "cuda.txt"
+ON_A_GPU = RESULTS.with_name("cuda_here.txt")
 CARDS = {
     "7.5": ("T4", 40, ""),
     "8.0": ("A100", 108, ""),
     "9.0": ("H100", 132, ""),
     "8.0x": ("A100, expandable", 108, "x"),
 }
+HERE = {"here": ("", 0, ""), "herex": (", expandable", 0, "x")}
 
 _COMMON = """
 import torch
@@ -220,6 +224,27 @@ PROGRAMS = {
     "bert of transformers": (_BERT, _train(cell=_LIBRARY)),
 }
 """What is there before, and the cell that is forecast."""
+_VISION = "import torchvision\nmodel = torchvision.models.MODEL().cuda()\nx, y = torch.randn(64, 3, 224, 224), torch.randint(0, 1000, (64,))\n"
+_GPT2 = "import transformers\nmodel = transformers.GPT2LMHeadModel(transformers.GPT2Config()).cuda()\nx, y = torch.randint(0, 50257, (2, 8, 1024))\n"
+_BERT_BASE = "import transformers\nmodel = transformers.BertForMaskedLM(transformers.BertConfig()).cuda()\nx, y = torch.randint(0, 30522, (2, 32, 256))\n"
+_T5 = "import transformers\nmodel = transformers.T5ForConditionalGeneration(transformers.T5Config(d_kv=64)).cuda()\nx, y = torch.randint(0, 32000, (2, 32, 256))\n"
+_AUTOCAST = _mixed("bfloat16").replace(
+    "F.cross_entropy(model(a).flatten(0, -2), b.flatten())", "model(input_ids=a, labels=b).loss"
+)
+_CHANNELS = "model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)\n"
+OF_REAL_SIZE = {
+    "ResNet-50": (_VISION.replace("MODEL", "resnet50"), _train(SGD).replace(*_CLASSES)),
+    "ResNet-50, bf16, NHWC": (_VISION.replace("MODEL", "resnet50") + _CHANNELS, _mixed("bfloat16").replace(*_CLASSES)),
+    "MobileNet V3": (_VISION.replace("MODEL", "mobilenet_v3_large"), _train().replace(*_CLASSES)),
+    "VGG-16": (_VISION.replace("MODEL", "vgg16"), _train(SGD).replace(*_CLASSES)),
+    "ViT-B/16": (_VISION.replace("MODEL", "vit_b_16"), _train().replace(*_CLASSES)),
+    "ViT-B/16, bf16": (_VISION.replace("MODEL", "vit_b_16"), _mixed("bfloat16").replace(*_CLASSES)),
+    "GPT-2": (_GPT2, _train(cell=_LIBRARY)),
+    "GPT-2, bf16": (_GPT2, _AUTOCAST),
+    "BERT base": (_BERT_BASE, _train(cell=_LIBRARY)),
+    "T5 small, bf16": (_T5, _AUTOCAST),
+}
+"""Models of libraries, for a GPU that computes."""
 
 
 def measure(names: list[str]) -> None:
@@ -232,9 +257,12 @@ def measure(names: list[str]) -> None:
     from oomdoctor.model.session import Attempt
 
     torch.zeros(1, device="cuda")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # a Hopper's first choice for halves, which the stub has not
-    for name in names or PROGRAMS:
-        setup, cell = PROGRAMS[name]
+    is_stub = "STUBCUDA_CC" in os.environ
+    if is_stub:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # a Hopper's first choice for halves, which the stub has not
+    programs = PROGRAMS | OF_REAL_SIZE
+    for name in names or (PROGRAMS if is_stub else programs):
+        setup, cell = programs[name]
         namespace: dict[str, Any] = {}
         try:
             exec(_COMMON + setup, namespace)
@@ -254,9 +282,11 @@ def measure(names: list[str]) -> None:
 
 def run(card: str, names: list[str]) -> list[Any]:
     """Return the rows of a card, from a process of its own."""
-    _, sms, expands = CARDS[card]
-    env = os.environ | {"STUBCUDA_CC": card.rstrip("x"), "STUBCUDA_SMS": str(sms), "STUBCUDA_MEM": "40GiB"}
-    env["STUBCUDA_COMPUTE"] = "0"
+    _, sms, expands = (CARDS | HERE)[card]
+    env = dict(os.environ)
+    if card in CARDS:
+        env |= {"STUBCUDA_CC": card.rstrip("x"), "STUBCUDA_SMS": str(sms), "STUBCUDA_MEM": "40GiB"}
+        env["STUBCUDA_COMPUTE"] = "0"
     if expands:
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, __file__, "--measure", *names]
@@ -264,13 +294,21 @@ def run(card: str, names: list[str]) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
+def _title(card: str) -> str:
+    if card in CARDS:
+        return CARDS[card][0]
+    import torch
+
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0] + HERE[card][0]
+
+
 def table(rows: dict[str, list[Any]]) -> str:
     """Return the figures as text."""
-    head = f"{'card':18}{'program':28}{'allocated':>12}{'forecast':>12}{'error':>9}{'reserved':>12}{'forecast':>12}{'error':>9}{'margin':>8}"
+    head = f"{'card':18}{'program':28}{'allocated':>15}{'forecast':>15}{'error':>9}{'reserved':>15}{'forecast':>15}{'error':>9}{'margin':>8}"
     lines, errors, late, outside, refused = [head], [], [], 0, 0
     for card, of_card in rows.items():
         for name, told, measured, margin, why in of_card:
-            title = f"{CARDS[card][0]:18}{name:28}"
+            title = f"{_title(card):18}{name:28}"
             if why is not None:
                 refused += 1
                 lines.append(f"{title}refused: {why}")
@@ -281,7 +319,7 @@ def table(rows: dict[str, list[Any]]) -> str:
             is_outside = max(abs(peak), abs(reserved)) > margin
             outside += is_outside
             lines.append(
-                f"{title}{measured[0]:12,}{told[0]:12,}{peak:+9.2%}{measured[1]:12,}{told[1]:12,}{reserved:+9.2%}{margin:8.0%}"
+                f"{title}{measured[0]:15,}{told[0]:15,}{peak:+9.2%}{measured[1]:15,}{told[1]:15,}{reserved:+9.2%}{margin:8.0%}"
                 + (" OUTSIDE" if is_outside else "")
             )
     if errors:
@@ -298,16 +336,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--card", action="append", choices=CARDS)
+    parser.add_argument("--here", action="store_true")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if asked.measure:
         measure(asked.names)
         return
-    text = table({card: run(card, asked.names) for card in asked.card or CARDS})
+    cards = HERE if asked.here else asked.card or CARDS
+    text = table({card: run(card, asked.names) for card in cards})
     print(text)
     if asked.write:
-        RESULTS.write_text(text, encoding="utf-8")
+        (ON_A_GPU if asked.here else RESULTS).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from oomdoctor.evidence import driver
 from oomdoctor.evidence.driver import shares
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
+from oomdoctor.sandbox.card import cublas_workspace_bytes
 
 Segments: TypeAlias = list[dict[str, Any]] | Unavailable
 
@@ -191,8 +192,11 @@ class TorchAccelerator:
         """
         if self.kind != "cuda" or torch.version.hip:
             return 0
-        told = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)  # not in torch 2.4
-        size = 0 if told is None else _answer(told)
+        told = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)  # which came with torch 2.13
+        if told is None:
+            capability = self._call("get_device_capability")
+            return 0 if isinstance(capability, Unavailable) else cublas_workspace_bytes(capability)
+        size = _answer(told)
         return 0 if isinstance(size, Unavailable) else int(size)
 
     def _cap(self, total: Measured) -> Measured:

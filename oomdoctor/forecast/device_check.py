@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.device_kernels import workspace_bytes
 from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.sandbox.card import cublas_workspace_bytes
 from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _check_step(tracker: DeviceTracker, card: Card) -> None:
     _expect(card, "the device of a gradient", getattr(weight.grad, "device", None), card.device)
     optimizer.step()
     weight.grad = None
-    products = 2 * workspace_bytes(card.capability) if card.type == "cuda" else 0
+    products = 2 * cublas_workspace_bytes(card.capability) if card.type == "cuda" else 0
     _expect(card, "what a step leaves", tracker.ledger.live, 2 * _COLUMNS * _COLUMNS * 4 + products)
 
 

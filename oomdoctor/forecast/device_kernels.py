@@ -9,10 +9,8 @@ Limits: what cuDNN needs inside is not known here; what recurrent layers keep fo
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +19,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from oomdoctor.forecast.operators import operator_named
 from oomdoctor.forecast.values import named
 from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox.card import cublas_workspace_bytes
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker
@@ -48,6 +47,8 @@ _PRODUCTS: Final = frozenset(
     )
 )
 """Operators that call cuBLAS."""
+_OF_LT: Final = (_aten.addmm.default, _aten._addmm_activation.default)
+_HAS_ITS_OWN: Final = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 _RECURRENT: Final = {
     f"{name}.{overload}": mode
     for mode, name in enumerate(("rnn_relu", "rnn_tanh", "lstm", "gru"))
@@ -78,7 +79,7 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
         _library.impl(name, kernel, "AutogradCPU")
         tracker.handlers[operator_named(name)] = _again(tracker, kernel)
     _foreach_supported_types.append(FakeTensor)
-    return Workspaces(tracker, workspace_bytes(card.capability))
+    return Workspaces(tracker, cublas_workspace_bytes(card.capability))
 
 
 def _again(tracker: Tracker, kernel: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
@@ -254,38 +255,41 @@ def _as_bias(mask: Any, query: torch.Tensor) -> Any:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Return what torch gives to each handle of cuBLAS when it first multiplies matrices.
-
-    Source: ``parseChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``: ``:4096:2:16:8``, and 32 MiB
-    from Hopper on. Recorded traces of an A100-like card have 8.125 MiB, of an H100 32 MiB.
-    """
-    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if sizes:
-        return sum(int(kib) * 1024 * int(count) for kib, count in sizes)
-    return 32 * MIB if capability[0] in (9, 10, 12) else 2 * 4 * MIB + 8 * 16 * 1024
+Held: TypeAlias = dict[tuple[str, bool], torch.UntypedStorage]
+"""Workspaces, by their library and whether it is backward's thread that has them."""
 
 
 class Workspaces:
-    """The workspaces of cuBLAS: one for each thread that multiplies, and backward runs in a thread of its own."""
+    """The workspaces of cuBLAS: one for each thread that multiplies, and backward runs in a thread of its own.
+
+    Before torch 2.12 cuBLASLt, which adds biases, has one of 1 MiB for itself. Source: ``CUDABlas.cpp``.
+    """
 
     def __init__(self, tracker: Tracker, nbytes: int) -> None:
         self._tracker, self._bytes = tracker, nbytes
-        self._held: dict[bool, torch.UntypedStorage] = {}
+        self._held: Held = {}
 
     def follow(self, func: Any) -> None:
         """Count what an operation of CUDA takes once its result is there: the first product of a thread allocates."""
+        if func not in _PRODUCTS:
+            return
         in_backward = torch._C._current_graph_task_id() != -1
-        if func in _PRODUCTS and in_backward not in self._held:
-            self._held[in_backward] = storage = _torch.UntypedStorage(self._bytes, device="meta")
-            self._tracker.hold_as("workspace of cuBLAS", storage)
+        self._take("cuBLAS", in_backward, self._bytes)
+        if func in _OF_LT and _HAS_ITS_OWN:
+            self._take("cuBLASLt", in_backward, MIB)
+
+    def _take(self, library: str, in_backward: bool, nbytes: int) -> None:
+        if (library, in_backward) not in self._held:
+            self._held[library, in_backward] = storage = _torch.UntypedStorage(nbytes, device="meta")
+            self._tracker.hold_as(f"workspace of {library}", storage)
 
     def found(self, nbytes: int) -> None:
         """Take what libraries hold already to be workspaces of the thread that runs, then of that of backward."""
         for in_backward in (False, True)[: nbytes // self._bytes]:
-            self._held[in_backward] = _torch.UntypedStorage(0, device="meta")
+            for library in ("cuBLAS", "cuBLASLt"):
+                self._held[library, in_backward] = _torch.UntypedStorage(0, device="meta")
 
-    def swap(self, held: dict[bool, torch.UntypedStorage]) -> dict[bool, torch.UntypedStorage]:
+    def swap(self, held: Held) -> Held:
         """Have ``held`` be the workspaces that there are; return those that there were."""
         held, self._held = self._held, held
         return held

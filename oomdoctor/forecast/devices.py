@@ -43,7 +43,6 @@ _QUERY = torch.ops.prim.device.default
 _Tensor: Any = torch.Tensor
 _Fake: Any = FakeTensor
 _Mode: Any = FakeTensorMode
-_fakes: Any = fake_tensor
 _raw_to = torch.Tensor.to
 _raw_device: Any = torch._C.TensorBase.device
 
@@ -143,7 +142,6 @@ def _build_on_cpu(card: Card) -> None:
     handlers[_QUERY] = _answer
     _Fake.__torch_dispatch__ = classmethod(dispatched)
     _Fake._normalize_fake_device = staticmethod(card.resolve)
-    _fakes.init_gpu_context = lambda _device: None
     _Mode.avoid_device_init = property(lambda _mode: True)  # else it would build literals on the device, for real
 
 

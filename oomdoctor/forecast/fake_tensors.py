@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oomdoctor.allocator.mode import TELLING
@@ -66,6 +67,8 @@ class Fakes(FakeTensorMode):
     def __init__(self) -> None:
         # Fallback kernels would run for real, on zeros of full size.
         super().__init__(allow_fallback_kernels=False)  # type: ignore[no-untyped-call]
+        # A fake on a device would begin to use that, which a copy of a process cannot.
+        fake_tensor.init_gpu_context = lambda _device: None  # type: ignore[assignment]
         self.cache_enabled = False
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 

@@ -45,7 +45,7 @@ def replace(memory: Memory, card: Card) -> None:
     """Put the answers into the modules of this process."""
     answers = _answers(memory, card)
     _install(getattr(torch, card.type), answers)
-    names = ("memory", "random", "streams", "nvtx")
+    names = ("memory", "random", "streams", "graphs", "nvtx")
     for module in [sys.modules.get(f"torch.{card.type}.{name}") for name in names]:
         if module is not None:
             _install(module, answers)
@@ -84,7 +84,8 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     found |= dict.fromkeys(("current_device", "current_device_index"), _always(card.index))
     found |= dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "ExternalStream", "Event"), _Idle)
     found |= dict.fromkeys(("device", "device_of", "device_index", "range"), _Idle)
-    found |= dict.fromkeys(("_is_in_bad_fork", "can_device_access_peer"), _always(False))
+    never = ("_is_in_bad_fork", "can_device_access_peer", "is_current_stream_capturing")
+    found |= dict.fromkeys(never, _always(False))
     found |= dict.fromkeys(("range_push", "range_pop", "mark", "initial_seed"), _always(0))
     capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {

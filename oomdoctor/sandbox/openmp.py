@@ -2,7 +2,8 @@
 
 A runtime of OpenMP begins the threads of a team at the first region, keeps them, and ends the *process* where one
 cannot begin ("libgomp: Thread creation failed"). Where memory is short that is the user's kernel, so a team begins
-while there is room, or regions have one thread. Copies of a process have one thread in any case (see ``fork``).
+while there is room, or regions have one thread. Copies of a process have one thread (see ``fork``): a team does not
+come along, and GNU's runtime waits for it. Where the team has ended before, a copy may begin its own.
 
 Limits: runtimes are found in ``/proc``, which is Linux's; elsewhere torch alone can be told to have one thread.
 """
@@ -13,7 +14,8 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,9 @@ from oomdoctor.sandbox import reserve
 
 _STACK: Final = 8 << 20
 """Bytes of a thread's stack where no limit on stacks is set."""
+
+_HARD: Final = 2
+"""``omp_pause_hard``: threads end."""
 
 _begun: dict[str, tuple[int, int]] = {}
 """Of each runtime the process in which its team was begun here, and of how many threads it is."""
@@ -68,9 +73,38 @@ def teams_in_room() -> Iterator[None]:
     try:
         yield
     finally:
-        for runtime, levels, threads in before:
-            runtime.omp_set_max_active_levels(levels)
-            runtime.omp_set_num_threads(threads)
+        _allow(before)
+
+
+@contextlib.contextmanager
+def teams_ended() -> Iterator[Callable[[], None]]:
+    """End this thread's teams while the body copies the process; yield what lets a copy begin teams of its own.
+
+    That does nothing where teams cannot be ended, or could not begin again. Source: ``omp_pause_resource_all`` of
+    OpenMP 5.0; GNU's runtime has it from GCC 9 on.
+    """
+    _have_torch_set_its_number()
+    found = list(_runtimes())
+    before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in found]
+    threads = max((threads for _, _, threads in before), default=1)
+    if not all(hasattr(one, "omp_pause_resource_all") for _, one in found) or not _has_room_for(2 * (threads - 1)):
+        yield lambda: None
+        return
+    again = {path for path, _ in found if path in _begun}
+    ended = [one.omp_pause_resource_all(_HARD) == 0 for _, one in found]
+    for path in again:
+        del _begun[path]
+    try:
+        yield partial(_allow, before) if all(ended) else lambda: None
+    finally:
+        if again:
+            begin_teams()
+
+
+def _allow(before: list[tuple[Any, int, int]]) -> None:
+    for runtime, levels, threads in before:
+        runtime.omp_set_max_active_levels(levels)
+        runtime.omp_set_num_threads(threads)
 
 
 def _have_torch_set_its_number() -> None:

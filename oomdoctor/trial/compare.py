@@ -27,7 +27,7 @@ from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.program.regions import regions
 from oomdoctor.sandbox.copies import Copy, answered
-from oomdoctor.sandbox.openmp import keep_one_thread
+from oomdoctor.sandbox.openmp import keep_one_thread, teams_ended
 from oomdoctor.sandbox.silence import orphan_workers
 from oomdoctor.sandbox.walls import bound_memory
 from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
@@ -39,9 +39,12 @@ _ROWS: Final = (13, 31, 61, 127, 251)
 dimensions, by which the batch could be mistaken, seldom are."""
 AIM_S: Final = 2.0
 """Time that a trial aims to take."""
-_RUN_S: Final = 20.0
+_RUN_S: Final = 40.0
 """Time after which a single run is given up."""
 _ROWS_OF_PART: Final = 4
+_LARGE: Final = 20_000_000
+"""Numbers in a model's parameters: a step multiplies by each several times, for every token or place."""
+_ROWS_OF_LARGE: Final = 3
 _FEW_STEPS: Final = 2
 _MOST_STEPS: Final = 8
 _FASTER: Final = 4
@@ -107,10 +110,12 @@ def compare(
         warm_up()
         stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
         deadline = time.monotonic() + aim_s
-        first = _Comparison(session=session, stage=stage, before=before, effect=effect, leaves=leaves, rows=rows)
+        given: dict[str, Any] = {"session": session, "stage": stage, "before": before, "begin_teams": begin_teams}
+        first = _Comparison(**given, effect=effect, leaves=leaves, rows=rows)
         return json.dumps(asdict(_found(first, changed, deadline)))
 
-    answer, why = answered(tried, limit_s=limit_s)
+    with teams_ended() as begin_teams:
+        answer, why = answered(tried, limit_s=limit_s)
     if answer is None:
         return Trial(same=None, why=why)
     told = json.loads(answer)
@@ -151,6 +156,8 @@ class _Comparison:
 
     Attributes:
         rows: how many of a batch are taken; ``steps``: of an optimizer.
+        begin_teams: lets a run's process divide its work among threads.
+        large: numbers in a model's parameters above which it has to do with ``_ROWS_OF_LARGE``; None: with all.
         is_precise: whether autocast is left off.
         took_s: what the runs of the unchanged program took.
     """
@@ -161,14 +168,19 @@ class _Comparison:
     effect: Effect
     leaves: tuple[str, ...]
     rows: int
+    begin_teams: Callable[[], None]
     steps: int = _FEW_STEPS
+    large: int | None = _LARGE
     is_precise: bool = False
 
     def __post_init__(self) -> None:
         self.took_s = 0.0
         self._known: dict[Attempt, Trial] = {}
         self._runs: dict[tuple[int, bool], End] = {}
-        self._unchanged = self._ended(self.before)
+        self._unchanged = self._ended(self.before, large=self.large if self.rows > _ROWS_OF_LARGE else None)
+        if self._unchanged.is_large:
+            self.rows = _ROWS_OF_LARGE
+            self._unchanged = self._ended(self.before)
 
     @property
     def is_whole(self) -> bool:
@@ -178,7 +190,7 @@ class _Comparison:
     def wider(self) -> _Comparison | None:
         """Return one of more rows, or of more steps where the batches are whole; None where this is all there is."""
         if not self.is_whole:
-            return replace(self, rows=self.rows * _FASTER)
+            return replace(self, rows=self.rows * _FASTER, large=None)
         is_all = not self._unchanged.was_cut or self.steps >= _MOST_STEPS
         return None if is_all else replace(self, steps=min(self.steps * _FASTER, _MOST_STEPS))
 
@@ -188,7 +200,7 @@ class _Comparison:
 
     @cached_property
     def _whole(self) -> _Comparison:
-        return replace(self, rows=_ALL)
+        return replace(self, rows=_ALL, large=None)
 
     def of(self, after: Attempt) -> Trial:
         """Return what comes of a changed program."""
@@ -287,17 +299,13 @@ class _Comparison:
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()
-        end = _end_of(
-            lambda: run(
-                self.session,
-                self.stage,
-                attempt,
-                rows=self.rows,
-                steps=self.steps,
-                is_precise=self.is_precise,
-                **given,
-            )
-        )
+        amount: dict[str, Any] = {"rows": self.rows, "steps": self.steps, "is_precise": self.is_precise}
+
+        def ran() -> End:
+            self.begin_teams()
+            return run(self.session, self.stage, attempt, **amount, **given)
+
+        end = _end_of(ran)
         self.took_s += time.monotonic() - begun if attempt is self.before else 0.0
         return end
 

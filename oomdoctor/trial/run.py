@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -61,6 +62,7 @@ class End:
             what a copy of the process may not do.
         known: the lines of the program and of the user's files.
         begun: the leaves at the first forward, where they were asked for.
+        is_large: it ended at the first forward of a model that is as large as was asked.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class End:
     is_ours: bool = False
     known: frozenset[str] = frozenset()
     begun: Mapping[str, Leaf] = field(default_factory=dict)
+    is_large: bool = False
 
 
 def run(
@@ -90,6 +93,7 @@ def run(
     is_coarse: bool = False,
     is_precise: bool = False,
     begins: bool = False,
+    large: int | None = None,
     ticks: int = 1,
     ends: tuple[str | None, ...] = (),
 ) -> End:
@@ -106,6 +110,7 @@ def run(
         is_precise: leave autocast off, whose rounding hides what differs by less.
         is_coarse: let them be off by the last digit of arithmetic in 16 bits.
         begins: look at the leaves at the first forward as well.
+        large: end at the first forward of a module whose parameters have more numbers than that.
         ticks: how far each reading of the clock moves it on.
         ends: what it may raise for its end to be looked at, None for nothing; anything where it is empty.
     """
@@ -134,8 +139,13 @@ def run(
         nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
+    if large is not None:
+        progress.calls = partial(_end_if_large, large, set())
     stage.clock.take_place(ticks)
-    error, is_ours = _ran(session, stage, attempt, codes, files)
+    try:
+        error, is_ours = _ran(session, stage, attempt, codes, files)
+    except _Large:
+        return End(is_large=True)
     if ends and error not in ends:
         return End(error=error, is_ours=is_ours, rows=max(sizes, default=0), known=progress.known)
     apart = set(map(id, stage.written.values()))  # files, of which is told what stands in them
@@ -192,11 +202,24 @@ def _ran(
                 _execute(code, session.namespace, in_loop=stage.in_loop)
         except (SystemExit, Enough):
             pass  # the cell ends itself, or has shown enough
+        except _Large:
+            raise
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
             told = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
             is_refused = isinstance(raised, OSError | EOFError | MemoryError | torch.OutOfMemoryError)
             return told, is_refused or is_short_of_memory(raised) or _OUT_OF_MEMORY in told
     return None, False
+
+
+class _Large(BaseException):
+    """A model is larger than was asked."""
+
+
+def _end_if_large(most: int, met: set[int], module: torch.nn.Module) -> None:
+    if id(module) not in met:
+        met.update(map(id, module.modules()))
+        if sum(found.numel() for found in module.parameters() if not is_lazy(found)) > most:
+            raise _Large
 
 
 _HALVES: Final = ("torch.bfloat16", "torch.float16")

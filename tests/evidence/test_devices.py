@@ -30,7 +30,7 @@ CUDA_BUILD = torch.backends.cuda.is_built()
 
 def play(monkeypatch, **changes):
     """Let torch answer as in the recording: two devices, of which this process has used the first."""
-    properties = SimpleNamespace(**RECORDED["properties"])
+    properties = SimpleNamespace(major=8, minor=0, **RECORDED["properties"])
     answers = {
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
@@ -240,7 +240,7 @@ def test_an_older_torch_tells_less(monkeypatch):
         monkeypatch,
         get_per_process_memory_fraction=None,
         memory_snapshot=lambda: RECORDED["segments"],
-        get_device_properties=lambda index: SimpleNamespace(name="Tesla T4", total_memory=GIB),
+        get_device_properties=lambda index: SimpleNamespace(major=8, minor=0, name="Tesla T4", total_memory=GIB),
     )
     reading = devices.of_name("cuda").read()
     assert "has no torch.cuda.get_per_process_memory_fraction" in reading.cap.reason
@@ -480,11 +480,15 @@ def test_the_blocks_of_cublas_are_those_that_it_frees():
     assert after.workspaces == ()
 
 
-def test_blocks_as_large_as_a_workspace_are_told(monkeypatch):
+@pytest.mark.parametrize("tells", [True, False])
+def test_blocks_as_large_as_a_workspace_are_told(tells, monkeypatch):
     size = 32 << 20
     sizes = (size, size - 512, 4096)
     blocks = [{"size": one, "requested_size": one, "state": "active_allocated"} for one in sizes]
     segment = {"device": 0, "total_size": sum(sizes), "allocated_size": sum(sizes), "blocks": blocks}
-    play(monkeypatch, memory_snapshot=lambda **_: [segment])
-    monkeypatch.setattr(torch._C, "_cuda_getCublasWorkspaceSize", lambda: size, raising=False)
+    play(monkeypatch, memory_snapshot=lambda **_: [segment], get_device_capability=lambda _index: (9, 0))
+    if tells:
+        monkeypatch.setattr(torch._C, "_cuda_getCublasWorkspaceSize", lambda: size, raising=False)
+    else:  # as before torch 2.13
+        monkeypatch.delattr(torch._C, "_cuda_getCublasWorkspaceSize", raising=False)
     assert devices.of_name("cuda:0").read().workspaces == (size,)

@@ -11,10 +11,10 @@ from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, session
 from oomdoctor.forecast import device_autocast, device_kernels, price
 from oomdoctor.model.session import Attempt
 from oomdoctor.model.sizes import MIB
-from oomdoctor.sandbox.card import Card
+from oomdoctor.sandbox.card import Card, cublas_workspace_bytes
 
 ON_CUDA = "shadow run, as on cuda"
-WORKSPACE = device_kernels.workspace_bytes((8, 0))
+WORKSPACE = cublas_workspace_bytes((8, 0))
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 
@@ -175,7 +175,7 @@ def test_the_rules_of_autocast_are_those_of_torch():
 )
 def test_the_workspace_of_cublas_depends_on_the_card_and_a_setting(capability, setting, nbytes, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
-    assert device_kernels.workspace_bytes(capability) == nbytes
+    assert cublas_workspace_bytes(capability) == nbytes
 
 
 MEASURED = [

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 SRC: Final = Path(__file__).resolve().parent / "src"
+RUNTIME: Final = "libcudart.so.13"
 HEADERS: Final = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 NEVER: Final = re.compile(r"(?!)")
 ALL: Final = re.compile("")
@@ -65,7 +66,7 @@ DRIVER: Final = Library(
 NVML: Final = Library(name="libnvidia-ml.so.1", sources=("nvml.c",), prefix="nvml")
 LIBRARIES: Final = (
     Library(
-        name="libcudart.so.13",
+        name=RUNTIME,
         sources=("runtime.c",),
         done=re.compile(
             r"__cuda(Register|Unregister|PushCall|Launch)"
@@ -136,9 +137,10 @@ def headers(venv: Path, build: Path) -> Path:
 def compile_library(library: Library, functions: set[str], site: Path, build: Path, links: tuple[str, ...]) -> None:
     """Write what is not written by hand, and compile the library."""
     missing = build / f"{library.name}.c"
-    lines = [
+    done = "stub_lost()" if library.name == RUNTIME else "0"
+    lines = ["int stub_lost(void);"] + [
         f'__attribute__((weak, visibility("default"))) long {name}(void) '
-        f"{{ return {0 if library.done.search(name) else library.refused}; }}"
+        f"{{ return {done if library.done.search(name) else library.refused}; }}"
         for name in sorted(functions)
     ]
     missing.write_text("\n".join(lines) + "\n")

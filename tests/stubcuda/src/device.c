@@ -27,6 +27,7 @@ static uint64_t total, context;
 static int cards, visible[MOST_CARDS], devices;
 static int capability = 80, multiprocessors;
 static char name[128];
+static int has_context, lost;
 
 /* "15GiB", "400MiB" or a number of bytes. */
 static uint64_t size_of(const char *variable, uint64_t otherwise) {
@@ -74,6 +75,8 @@ static struct table *shared_table(void) {
     return at;
 }
 
+static void in_copy(void) { lost = has_context ? 3 : 0; }
+
 __attribute__((constructor)) static void begin(void) {
     const char *text = getenv("STUBCUDA_CC");
     int major = 8, minor = 0;
@@ -88,6 +91,7 @@ __attribute__((constructor)) static void begin(void) {
     snprintf(name, sizeof name, "%s", text && *text ? text : "NVIDIA A100-SXM4-80GB (stub)");
     see_devices();
     table = shared_table();
+    pthread_atfork(NULL, NULL, in_copy);
 }
 
 static int gone(pid_t pid) { return pid != getpid() && kill(pid, 0) && errno == ESRCH; }
@@ -160,7 +164,10 @@ int stub_holders(int card, struct holder *out, int room) {
     return count;
 }
 
+int stub_lost(void) { return lost; }
+
 void stub_use(int device) {
+    has_context = 1;
     lock();
     own()->context[stub_card(device)] = 1;
     unlock();
@@ -170,7 +177,7 @@ int stub_charge(int device, int64_t bytes) {
     int card = stub_card(device);
     lock();
     struct holder *row = own();
-    row->context[card] = 1;
+    row->context[card] = has_context = 1;
     int fits = bytes <= 0 || used(card) + (uint64_t)bytes <= total;
     if (fits) row->bytes[card] += (uint64_t)bytes;
     unlock();
@@ -335,6 +342,7 @@ static const struct { int code; const char *name, *text; } ERRORS[] = {
     {100, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {500, "cudaErrorSymbolNotFound", "named symbol not found"},
+    {3, "cudaErrorInitializationError", "initialization error"},
     {801, "cudaErrorNotSupported", "operation not supported"},
 };
 

@@ -34,6 +34,7 @@ uint64_t stub_free(int card);
 uint64_t stub_held(const struct holder *holder, int card);
 int stub_holders(int card, struct holder *out, int room);
 void stub_use(int device);                         /* this process has a context from now on */
+int stub_lost(void);                               /* 3 in a copy of a process that had a context, as CUDA says, else 0 */
 int stub_charge(int device, int64_t bytes);        /* 0 where the card has not that much left */
 
 void *stub_map(size_t size, int protection);       /* addresses on a boundary of a grain */

@@ -36,7 +36,7 @@ API cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     struct holder all[MOST_PROCESSES];
     int count = stub_holders(stub_card(device), all, MOST_PROCESSES);
     *flags = 0;
-    *active = 0;
+    *active = stub_lost() != 0; /* a copy finds the state of the process that it was copied of */
     for (int i = 0; i < count; i++) *active |= all[i].pid == getpid();
     return CUDA_SUCCESS;
 }

@@ -18,6 +18,9 @@ static cudaError_t answer(int code) {
     return (cudaError_t)code;
 }
 
+/* What asks for the device is refused in a copy of a process that had it in use. */
+#define HERE if (stub_lost()) return answer(stub_lost())
+
 API cudaGetLastError(void) {
     cudaError_t code = last;
     last = cudaSuccess;
@@ -35,6 +38,7 @@ static int wrong(int device) {
 }
 
 API cudaGetDeviceCount(int *count) {
+    HERE;
     *count = stub_devices();
     return answer(wrong(0));
 }
@@ -43,6 +47,7 @@ API cudaGetDevice(int *device) {
     return answer(wrong(current));
 }
 API cudaSetDevice(int device) {
+    HERE;
     int code = wrong(device);
     if (!code) stub_use(current = device); /* since CUDA 12 this makes the context */
     return answer(code);
@@ -50,6 +55,7 @@ API cudaSetDevice(int device) {
 API cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+    HERE;
     *value = stub_attribute((int)attribute);
     return answer(wrong(device));
 }
@@ -64,6 +70,7 @@ API cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 API cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return cudaSuccess; }
 API cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
+    HERE;
 #define FROM(attribute) stub_attribute((int)cudaDevAttr##attribute)
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", stub_name());
@@ -113,31 +120,37 @@ API cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned vers
 /* --- memory ----------------------------------------------------------------------------------------------------- */
 
 API cudaMalloc(void **out, size_t bytes) {
+    HERE;
     int code = wrong(current);
     return answer(code ? code : stub_alloc(out, bytes, current));
 }
 API cudaFree(void *start) {
+    HERE;
     stub_use(current); /* cudaFree(0) is the old way to make a context */
     return answer(stub_release(start));
 }
 API cudaMemGetInfo(size_t *free, size_t *total) {
+    HERE;
     stub_use(current);
     *free = stub_free(stub_card(current));
     *total = stub_total();
     return cudaSuccess;
 }
 API cudaHostAlloc(void **out, size_t bytes, unsigned flags) {
+    HERE;
     if (posix_memalign(out, 4096, bytes ? bytes : 1)) return answer(cudaErrorMemoryAllocation);
     stub_remember((struct block){*out, bytes, bytes, HOST, NULL});
     return cudaSuccess;
 }
 API cudaFreeHost(void *start) {
+    HERE;
     struct block was;
     if (start && !stub_forget(start, &was)) return answer(cudaErrorInvalidValue);
     free(start);
     return cudaSuccess;
 }
 API cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *pointer) {
+    HERE;
     struct block block;
     memset(out, 0, sizeof *out);
     out->type = cudaMemoryTypeUnregistered;
@@ -150,25 +163,30 @@ API cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *poin
     return cudaSuccess;
 }
 API cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+    HERE;
     stub_copy(to, from, bytes);
     return cudaSuccess;
 }
 API cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    HERE;
     stub_copy(to, from, bytes);
     return cudaSuccess;
 }
 API cudaMemcpyPeerAsync(void *to, int device, const void *from, int other, size_t bytes, cudaStream_t stream) {
+    HERE;
     stub_copy(to, from, bytes);
     return cudaSuccess;
 }
 API cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t rows,
                       enum cudaMemcpyKind kind, cudaStream_t stream) {
+    HERE;
     for (size_t row = 0; row < rows; row++)
         stub_copy((char *)to + row * to_step, (const char *)from + row * from_step, width);
     return cudaSuccess;
 }
-API cudaMemset(void *to, int value, size_t bytes) { stub_fill(to, value, bytes); return cudaSuccess; }
+API cudaMemset(void *to, int value, size_t bytes) { HERE; stub_fill(to, value, bytes); return cudaSuccess; }
 API cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+    HERE;
     stub_fill(to, value, bytes);
     return cudaSuccess;
 }
@@ -183,6 +201,7 @@ API cudaGetSymbolAddress(void **out, const void *symbol) {
 struct stream { int priority; };
 
 API cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
+    HERE;
     struct stream *stream = malloc(sizeof *stream);
     stream->priority = priority;
     *out = (cudaStream_t)stream;
@@ -192,16 +211,19 @@ API cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaSt
 API cudaStreamCreate(cudaStream_t *out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 API cudaStreamDestroy(cudaStream_t stream) { free(stream); return cudaSuccess; }
 API cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    HERE;
     int given = (uintptr_t)stream > 2; /* 0, 1 and 2 are the default streams */
     *priority = given ? ((struct stream *)stream)->priority : 0;
     return cudaSuccess;
 }
 API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data, unsigned flags) {
+    HERE;
     call(stream, cudaSuccess, data);
     return cudaSuccess;
 }
-API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data) { call(data); return cudaSuccess; }
+API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data) { HERE; call(data); return cudaSuccess; }
 API cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    HERE;
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
@@ -211,12 +233,14 @@ API cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *
     return cudaStreamIsCapturing(stream, status);
 }
 API cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) {
+    HERE;
     *out = (cudaEvent_t)calloc(1, sizeof(struct timespec));
     return cudaSuccess;
 }
 API cudaEventCreate(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 API cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
 API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    HERE;
     clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
     return cudaSuccess;
 }
@@ -224,6 +248,7 @@ API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned fl
     return cudaEventRecord(event, stream);
 }
 API cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    HERE;
     struct timespec *a = (struct timespec *)from, *b = (struct timespec *)to;
     *ms = (float)((double)(b->tv_sec - a->tv_sec) * 1e3 + (double)(b->tv_nsec - a->tv_nsec) / 1e6);
     return cudaSuccess;
@@ -232,6 +257,7 @@ API cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
 /* --- kernels ---------------------------------------------------------------------------------------------------- */
 
 API cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *kernel) {
+    HERE;
     memset(out, 0, sizeof *out);
     out->maxThreadsPerBlock = 1024;
     out->numRegs = 32;
@@ -241,6 +267,7 @@ API cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *kernel) {
 }
 /* As many as the threads allow: PyTorch sizes the staging buffers of reductions by it. */
 API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads, size_t shared) {
+    HERE;
     int room = stub_attribute((int)cudaDevAttrMaxThreadsPerMultiProcessor) / (threads > 0 ? threads : 1);
     *blocks = room > 0 ? room : 1;
     return cudaSuccess;
