@@ -59,21 +59,15 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     rows = batch_size(values, dim)
     if rows is None:
         raise UsageError("batch_parts was given no tensor with the rows of a batch")
-    draws, start, borders = _Draws(rows, _generators(values)), 0, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    devices = {tensor.device for tensor in tensors_in(values)}
+    draws, borders = Draws(rows, devices), dict[int, tuple[torch.Tensor, torch.Tensor]]()
     given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
     terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
     terms["steps"] = {one.shape[1 - dim] for one in given}
-    counts = _counts(rows, parts)
-    while counts:
-        count = counts.pop(0)
+    for start, count in draws.parts(parts):
         part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
-        with draws.of(start, count), _eager():
+        with draws.of(start, count):
             yield part if len(values) > 1 else part[0]
-        draws.end()
-        start += count
-        if not draws.has_drawn and start == count < rows:  # there are no draws to compare: parts may have a row each
-            counts = _even(rows - start, min(parts, rows) - 1)
-    draws.leave()
     reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
     if reached:
         torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
@@ -134,7 +128,7 @@ def _rows(
     return whole.view((-1, rows) if dim else (rows, -1)).narrow(dim, start, count).reshape(-1)
 
 
-def _counts(rows: int, parts: int) -> list[int]:
+def _uneven(rows: int, parts: int) -> list[int]:
     """Return the sizes of the parts: as even as may be, but for the first, which is smaller than another.
 
     Parts of one row each would leave nothing to compare: one fewer has a part of two.
@@ -150,10 +144,10 @@ def _even(rows: int, parts: int) -> list[int]:
     return [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
 
 
-def _generators(values: Any) -> list[torch.Generator]:
-    """Return torch's own generators of the host and of the devices that tensors lie on."""
+def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return torch's own generators of the host and of these devices."""
     found = [torch.default_generator]
-    for device in {tensor.device for tensor in tensors_in(values)}:
+    for device in devices:
         several = getattr(getattr(torch, device.type, None), "default_generators", ())
         if several:
             found.append(several[device.index or 0])
@@ -173,14 +167,14 @@ def _set_back(states: Iterable[tuple[torch.Generator, Any]]) -> None:
             generator.set_state(state)
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for all ``rows`` of the whole batch, and gives out those of the part that runs."""
 
-    def __init__(self, rows: int, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, rows: int, devices: Iterable[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows, self._start, self._count, self._at = rows, 0, rows, 0
         self._known: list[tuple[int, _Shapes, dict[str, _Batched]]] = []
-        self._begun, self._ended = _states(generators), list[tuple[torch.Generator, Any]]()
+        self._begun, self._ended = _states(_generators(devices)), list[tuple[torch.Generator, Any]]()
         with _disable_current_modes():
             self._host, self._host_ended = RandomState.take(), set[Any]()
 
@@ -188,39 +182,42 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # what is compiled runs as it is written here
 
+    def parts(self, parts: int, *, may_draw: bool = True) -> Iterator[tuple[int, int]]:
+        """Yield at which row each part begins, and of how many it is; the caller runs it meanwhile.
+
+        Two rows are one part where something may be drawn for them.
+
+        Raises:
+            StateError: the generators of Python or NumPy stand elsewhere than after another part.
+        """
+        start, counts = 0, _uneven(self._rows, parts) if may_draw or self._rows > 2 else _even(self._rows, parts)
+        while counts:
+            yield start, (count := counts.pop(0))
+            if self._at:
+                self._ended = _states(generator for generator, _ in self._begun)
+            self._host_ended.add(host_marks())
+            if len(self._host_ended) > 1:
+                raise StateError("Python or NumPy draws another number of times for each part of the batch")
+            start += count
+            if not self._known and start == count < self._rows:  # no draws to compare: parts may have a row each
+                counts = _even(self._rows - start, min(parts, self._rows) - 1)
+        _set_back(self._ended)  # as after the whole batch, though the last part may have drawn nothing
+
     @contextmanager
-    def of(self, start: int, count: int) -> Iterator[None]:
-        """Draw for a part: ``count`` rows from ``start`` on."""
+    def of(self, start: int, count: int, *, again: bool = False) -> Iterator[None]:
+        """Draw for ``count`` rows from ``start`` on; ``again`` in a recomputation, which moves no generator."""
+        before = _states(generator for generator, _ in self._begun) if again else []
         _set_back(self._begun)
-        self._host.restore_host()
+        if not again:
+            self._host.restore_host()
         self._start, self._count, self._at = start, count, 0
         _drawing.append(self)
         try:
-            with self if (key := _random_key()) is None else torch._C._IncludeDispatchKeyGuard(key):
+            with _as_written(), self if (key := _random_key()) is None else torch._C._IncludeDispatchKeyGuard(key):
                 yield
         finally:
             _drawing.remove(self)
-
-    def end(self) -> None:
-        """Note where the generators stand after a part.
-
-        Raises:
-            StateError: those of Python or NumPy stand elsewhere than after another part.
-        """
-        if self._at:
-            self._ended = _states(generator for generator, _ in self._begun)
-        self._host_ended.add(host_marks())
-        if len(self._host_ended) > 1:
-            raise StateError("Python or NumPy draws another number of times for each part of the batch")
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether a part has drawn anything."""
-        return bool(self._known)
-
-    def leave(self) -> None:
-        """Leave the generators as after the whole batch, though the last part may have drawn nothing."""
-        _set_back(self._ended)
+            _set_back(before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator.
@@ -264,6 +261,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _batched(self, func: Any, shapes: _Shapes) -> dict[str, _Batched]:
         """Return which dimension of each size or tensor is the batch: by its size, or beside a part of another size."""
+        if self._rows == 2:
+            raise StateError(f"`{func}` draws something: for which of two rows cannot be told where each is a part")
         if self._at == len(self._known):
             if self._start and not self._known:
                 raise StateError(f"`{func}` draws something for a part of the batch, and the first part drew nothing")
@@ -320,7 +319,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
 
-_drawing: Final = list[_Draws]()
+_drawing: Final = list[Draws]()
 """The modes that random operators run under, the outermost first."""
 _KEY: Final = "TESTING_ONLY_GenericMode"
 
@@ -365,7 +364,7 @@ def _led(operator: Any, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def _as_written() -> Iterator[None]:
     """Have compiled functions run as they are written, whose kernels would draw by themselves."""
     if "torch._dynamo" not in sys.modules:
         yield

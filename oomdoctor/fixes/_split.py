@@ -2,14 +2,16 @@
 
 ``in_parts(model, 4)(x)`` gives what ``model(x)`` does. With gradients, each part is recomputed in the backward pass.
 What cannot be told is refused: a tensor counts as batched, as not batched, or the call is not split. Dimension 0 of
-the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show. A
-forward that changes state of its own, or draws random numbers without dropout, is refused as it runs.
+the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show.
+Dropout and noise are those of the whole batch (see ``_batch_parts``). A forward that changes state of its own is
+refused as it runs, and a ``generate`` that draws random numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count as counted
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _forward, _recompute
+from oomdoctor.fixes._batch_parts import Draws
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,25 +62,34 @@ class _InParts:
             return self._call(*args, **kwargs)
         _forward.refuse_batch_norm(self._path, self._model)
         devices = _forward.devices(self._model)
-        watch, marks = _recompute.StateWatch(self._path, self._model), _forward.rng_marks(devices)
-        most = -(-call.rows // self._parts)
-        rows = [min(most, call.rows - start) for start in range(0, call.rows, most)]
-        parts = self._each(call, devices[0] if len(devices) == 1 else None)
-        if self._call is not self._model:
+        watch, device = _recompute.StateWatch(self._path, self._model), devices[0] if len(devices) == 1 else None
+        draws = Draws(call.rows, devices)
+        marks = None if self._call is self._model else _forward.rng_marks(devices)
+        parts: Iterator[tuple[int, Any]] = (
+            (count, self._part(draws, start, count, *call.part(start, count, device)))
+            for start, count in draws.parts(self._parts, may_draw=_forward.active_dropout(self._model))
+        )
+        if marks is not None:
             parts = iter(_as_long(list(parts), self._model))
-        whole = gathered(self._path, parts, rows)
+            if marks != _forward.rng_marks(devices):
+                raise OomDoctorError(f"{self._path} is not split: it draws random numbers, others for each part")
+        whole = gathered(self._path, parts, call.rows)
         if (changed := watch.changed()) is not None:
             raise OomDoctorError(f"{self._path} is not split: its forward changes {changed}, as it would for each part")
-        if not _forward.active_dropout(self._model) and marks != _forward.rng_marks(devices):
-            raise OomDoctorError(f"{self._path} is not split: its forward draws random numbers, others for each part")
         return whole
 
-    def _each(self, call: Divided, device: torch.device | None) -> Iterator[Any]:
-        for args, kwargs in call.chunks(self._parts, device):
-            if torch.is_grad_enabled() and self._call is self._model:
-                yield _recompute.recomputed(self._path, self._model, self._whole, args, kwargs)
-            else:
-                yield self._whole(*args, **kwargs)
+    def _part(self, draws: Draws, start: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runs = counted()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with draws.of(start, count, again=next(runs) > 0):
+                return self._whole(*args, **kwargs)
+
+        if self._call is not self._model:
+            return self._whole(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return _recompute.recomputed(self._path, self._model, run, args, kwargs)
+        return run(*args, **kwargs)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with nothing split below it, in the backward pass as well."""
@@ -88,21 +100,22 @@ class _InParts:
             _InParts.inside = outside
 
 
-def _as_long(parts: list[Any], model: Any) -> list[Any]:
+def _as_long(parts: list[tuple[int, Any]], model: Any) -> list[tuple[int, Any]]:
     """Return what was generated for the parts, padded on the right to the longest.
 
     Source: ``transformers.GenerationMixin``, which goes on with a row that has ended by the token for padding, else by
     the first that ends one.
     """
-    if not all(isinstance(part, torch.Tensor) and part.ndim == 2 for part in parts):
+    if not all(isinstance(part, torch.Tensor) and part.ndim == 2 for _, part in parts):
         return parts
-    settings, longest = getattr(model, "generation_config", None), max(part.shape[1] for part in parts)
+    settings, longest = getattr(model, "generation_config", None), max(part.shape[1] for _, part in parts)
     ends = getattr(settings, "eos_token_id", None)
     pad = getattr(settings, "pad_token_id", None)
     pad = (ends[0] if isinstance(ends, list) else ends) if pad is None else pad
     if pad is None:
         return parts
-    return [torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=pad) for part in parts]
+    fill = torch.nn.functional.pad
+    return [(count, fill(part, (0, longest - part.shape[1]), value=pad)) for count, part in parts]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,17 +133,15 @@ class Divided:
     batched: tuple[bool, ...]
     form: Any = dataclasses.field(repr=False)
 
-    def chunks(self, count: int, device: torch.device | None = None) -> Iterator[Call]:
-        """Yield the calls for ``count`` parts of the batch, cut as ``Tensor.chunk`` does, the first tensor moved."""
-        rows = -(-self.rows // count)
-        for start in range(0, self.rows, rows):
-            leaves = list(self.leaves)
-            for at in (at for at, is_batched in enumerate(self.batched) if is_batched):
-                leaves[at] = leaves[at][start : start + rows]
-            if device is not None and leaves[self.first].device.type == "cpu":
-                leaves[self.first] = leaves[self.first].to(device)
-            args, kwargs = pytree.tree_unflatten(leaves, self.form)
-            yield tuple(args), dict(kwargs)
+    def part(self, start: int, count: int, device: torch.device | None = None) -> Call:
+        """Return the call for ``count`` rows of the batch from ``start`` on, the first tensor moved."""
+        leaves = list(self.leaves)
+        for at in (at for at, is_batched in enumerate(self.batched) if is_batched):
+            leaves[at] = leaves[at][start : start + count]
+        if device is not None and leaves[self.first].device.type == "cpu":
+            leaves[self.first] = leaves[self.first].to(device)
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        return tuple(args), dict(kwargs)
 
 
 def divide(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Divided:
@@ -175,18 +186,23 @@ def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:
     )
 
 
-def gathered(path: str, parts: Iterator[Any], rows: Sequence[int]) -> Any:
-    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice."""
-    first = next(parts)
-    if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.shape[:1] != (rows[0],):
-        return join(path, [first, *parts], rows)
+def gathered(path: str, parts: Iterator[tuple[int, Any]], rows: int) -> Any:
+    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice.
+
+    Args:
+        parts: of each the number of its rows and its output; ``rows``: of all of them.
+    """
+    count, first = next(parts)
+    if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.shape[:1] != (count,):
+        counts, outputs = zip((count, first), *parts, strict=True)
+        return join(path, outputs, counts)
     is_last = first.ndim == 4 and not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if is_last else torch.contiguous_format
-    whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device, memory_format=form)
-    whole[: rows[0]] = first
-    done, kind = rows[0], (first.dtype, first.shape[1:])
+    whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device, memory_format=form)
+    whole[:count] = first
+    done, kind = count, (first.dtype, first.shape[1:])
     del first
-    for part, count in zip(parts, rows[1:], strict=True):
+    for count, part in parts:
         if not isinstance(part, torch.Tensor) or part.shape[:1] != (count,) or (part.dtype, part.shape[1:]) != kind:
             raise OomDoctorError(f"{path} is not split: the outputs for parts of the batch do not fit together")
         whole[done : done + count] = part

@@ -2,8 +2,8 @@
 
 ``chunked_forward``: ``model(x)`` becomes ``in_parts(model, 4)(x)`` where the failing cell calls a model, in functions
 and modules of the user's as well. The loss and its one backward stay as they are, so what couples the samples in the
-loss is kept. A forward that draws random numbers without dropout that was announced, changes state of its own, or
-returns what is not made of rows for the samples (a loss) is refused as it runs; BatchNorm in training mode before.
+loss is kept, and so are the random draws of the whole batch. A forward that changes state of its own, or returns what
+is not made of rows for the samples (a loss), is refused as it runs; BatchNorm in training mode before.
 ``chunked_inference``: without gradients nothing is kept of a part but its result, which is written into the whole one.
 Of a ``generate``, each part's keys and values are let go of before the next one's, and shorter texts are padded.
 Where the code moves the batch to the device in the call, the parts are moved one by one. The results are equal up to
@@ -42,7 +42,6 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.objects.kinds import child_path
 from oomdoctor.program import import_lines, rewriting
 
 TOLERANCE: Final = 1e-5
@@ -69,15 +68,13 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
         check(couples(model))
     check_short(incident, evidence)
     activations = found_or_asked(incident, evidence)
-    dropout = next((name for model in models if model.training for name in model.dropout), None)
     for chunks in _doses(_CHUNKS, activations, evidence):
         yield Proposal(
             dose=Dose.of(chunks=chunks),
-            effect=Effect.CHANGES_RESULT if dropout else Effect.EQUIVALENT,
+            effect=Effect.EQUIVALENT,
             saves=activations * (chunks - 1) // chunks,
             slowdown=1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE,
             basis=f"estimate: 1/{chunks} of {format_size(activations)} of activations at a time",
-            caveat=dropout and f"{dropout} draws other random numbers for parts of a batch than for the whole",
         )
 
 
@@ -126,8 +123,6 @@ def _check_without_gradients(code: CodeFacts) -> None:
 def _check_apart(models: Sequence[ModelFacts]) -> None:
     """Raise ``Unfit`` where the samples of a batch cannot be run apart with the same results."""
     for model in models:
-        if model.training and model.dropout and not model.batch_norm:
-            raise Unfit(f"{child_path(model.path, model.dropout[0])} drops values: `{model.path}` is in training mode")
         check(couples(model))
 
 
@@ -192,7 +187,6 @@ FIXES: Final = (
         id="chunked_forward",
         title="Run the forward over parts of the batch, recomputed in the backward pass",
         effect=Effect.EQUIVALENT,
-        draws=True,
         tolerance=TOLERANCE,
         cost="one more forward",
         propose=_propose_forward,

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 import time
 from typing import Any, Final
 
@@ -66,7 +67,9 @@ def _write_nothing() -> None:
         setattr(os, name, _nothing)
     for name in _TREE_CALLS:
         setattr(shutil, name, _nothing)
-    _time.sleep = _nothing
+    slept = time.sleep
+    # A thread beside the program's, as of a progress bar, would take all its time for itself.
+    _time.sleep = lambda seconds: None if threading.current_thread() is threading.main_thread() else slept(seconds)
 
 
 def _say_nothing(shell: Any) -> None:

@@ -155,7 +155,7 @@ def test_kernels_that_draw_by_themselves_are_refused(kind: str) -> None:
 def test_without_the_draws_of_the_whole_batch_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, _ = trained("dropout", 1)
     monkeypatch.setattr(
-        "oomdoctor.fixes._batch_parts._Draws._drawn", lambda _self, func, args, kwargs, _given: func(*args, **kwargs)
+        "oomdoctor.fixes._batch_parts.Draws._drawn", lambda _self, func, args, kwargs, _given: func(*args, **kwargs)
     )
     found, _ = trained("dropout", 3)
     assert not torch.allclose(weights[0], found[0], atol=1e-3)
@@ -296,7 +296,7 @@ def test_where_nothing_is_drawn_parts_may_have_a_row_each() -> None:
 
 def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    mode: Any = importlib.import_module("oomdoctor.fixes._batch_parts")._Draws
+    mode: Any = importlib.import_module("oomdoctor.fixes._batch_parts").Draws
     handle = mode.__torch_dispatch__
     monkeypatch.setattr(
         mode, "__torch_dispatch__", lambda self, f, *given: seen.append(str(f)) or handle(self, f, *given)

@@ -107,6 +107,23 @@ def test_a_change_that_takes_longer_prints_the_same_times(tmp_path: Path) -> Non
     assert tried({"setup": [setup], "before": [before], "after": [counted]}, tmp_path, effect=Effect.EXACT).same is True
 
 
+def test_a_thread_beside_the_program_sleeps_for_real(tmp_path: Path) -> None:
+    """One that did not would take the time of the program: a bar of progress draws itself anew so often a second."""
+    setup = "import threading, time, torch\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
+    before = (
+        "ticks, done = [], False\ndef draw():\n    while not done:\n        ticks.append(0)\n        time.sleep(0.01)\n"
+    )
+    before += "bar = threading.Thread(target=draw)\nbar.start()\nfor _ in range(300):\n    model(x).sum().backward()\n"
+    before += "done = True\nbar.join()\nspins = len(ticks) > 5000\ndel ticks, bar, draw\nprint(spins)\n"
+    after = before.replace("model(x)", "model(x.clone())")
+    trial = tried({"setup": [setup], "before": [before], "after": [after]}, tmp_path, effect=Effect.EXACT)
+    assert trial.same is True, trial
+    spinning = after.replace("spins = ", "spins = not ")
+    assert (
+        tried({"setup": [setup], "before": [before], "after": [spinning]}, tmp_path, effect=Effect.EXACT).same is False
+    )
+
+
 def test_a_library_reads_the_clocks_of_a_trial_by_a_name_of_its_own(tmp_path: Path) -> None:
     setup = "import os, sys, types, torch\nbar = sys.modules['bar'] = types.ModuleType('bar')\n"
     setup += "exec('from time import monotonic', vars(bar))\nmodel, x = torch.nn.Linear(4, 1), torch.randn(32, 4)\n"
