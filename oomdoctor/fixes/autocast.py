@@ -270,6 +270,7 @@ FIX: Final = Fix(
     id="autocast",
     title="Compute in 16 bits where that is enough (mixed precision)",
     effect=Effect.CHANGES_RESULT,
+    joins=True,
     cost="results rounded to 16 bits within the network; most often faster on a GPU",
     propose=propose,
     patch=patch,

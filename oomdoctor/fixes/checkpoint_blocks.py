@@ -194,6 +194,7 @@ FIX: Final = Fix(
     id="checkpoint_blocks",
     title="Recompute parts of the model in the backward pass instead of keeping their activations",
     effect=Effect.EXACT,
+    joins=True,
     cost="one more forward of each recomputed part",
     propose=propose,
     patch=patch,

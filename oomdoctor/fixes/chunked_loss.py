@@ -204,6 +204,7 @@ FIX: Final = Fix(
     title="Take the cross-entropy by chunks of rows, recomputed in the backward pass",
     effect=Effect.EQUIVALENT,
     tolerance=TOLERANCE,
+    joins=True,
     cost="each chunk's log-probabilities once more, and its logits where a linear layer made them",
     propose=propose,
     patch=patch,

@@ -293,6 +293,7 @@ FIXES: Final = (
         id="detach_history",
         title="Keep the values of a history without their autograd graphs",
         effect=Effect.EXACT,
+        joins=True,
         cost="nothing",
         propose=_propose_history,
         patch=_patch_history,

@@ -298,6 +298,7 @@ FIXES: Final = (
         id="save_on_cpu",
         title="Keep in host memory what the backward pass needs",
         effect=Effect.EXACT,
+        joins=True,
         cost="a copy to the host and back of everything that is saved",
         detect=_detect_saved,
         propose=_propose_saved,

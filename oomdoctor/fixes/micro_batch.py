@@ -356,6 +356,7 @@ FIX: Final = Fix(
     draws=True,
     ways=_WAYS,
     tolerance=TOLERANCE,
+    joins=True,
     cost="the same arithmetic in smaller pieces",
     propose=propose,
     patch=patch,

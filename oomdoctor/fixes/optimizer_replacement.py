@@ -230,6 +230,7 @@ FIXES: Final = (
         title="Train with an optimizer that keeps less for each weight",
         effect=Effect.CHANGES_RESULT,
         frees=(Role.OPTIMIZER_STATE,),
+        joins=True,
         cost="another course of the training; its learning rate has to be found anew",
         propose=_propose_lighter,
         patch=partial(_patch, "lighter_optimizer"),

@@ -252,6 +252,7 @@ FIX: Final = Fix(
     effect=Effect.EQUIVALENT,
     draws=True,
     tolerance=TOLERANCE,
+    joins=True,
     cost="nothing",
     propose=propose,
     patch=patch,

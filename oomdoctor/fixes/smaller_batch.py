@@ -135,6 +135,7 @@ FIX: Final = Fix(
     id="smaller_batch",
     title="Train with smaller batches",
     effect=Effect.CHANGES_RESULT,
+    joins=True,
     cost="another course of the training; more steps for the same samples",
     propose=propose,
     patch=patch,

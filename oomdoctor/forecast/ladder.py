@@ -144,6 +144,11 @@ class Ladder:
         return tuple(part.fix.id for part in self.rungs[0])
 
     @property
+    def joins(self) -> bool:
+        """Whether it may be made beside another one."""
+        return all(part.fix.joins for part in self.rungs[0])
+
+    @property
     def is_single(self) -> bool:
         """Whether it is made of one fix."""
         return len(self.rungs[0]) == 1

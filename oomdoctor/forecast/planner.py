@@ -51,15 +51,6 @@ _PAIRED: Final = 4
 _STEPS: Final = 4
 """So many doses of two together are asked about, the strongest: no single one was enough in its own strongest."""
 
-JOINING: Final = frozenset(
-    {
-        *("autocast", "checkpoint_blocks", "chunked_loss", "detach_history", "lighter_optimizer", "micro_batch"),
-        *("optimizer_foreach_off", "save_on_cpu", "sdpa_attention", "set_to_none", "smaller_batch", "smaller_image"),
-        "truncate_sequence",
-    }
-)
-"""Fixes that keep their promise beside one another: none of them counts steps, or looks at what another one changes."""
-
 
 class Planner:
     """Decides what to forecast next, and makes the plan of what is known."""
@@ -259,7 +250,7 @@ class Planner:
         left = {
             ladder.place: min(told.peak / peak for told in ladder.told.values() if told.peak is not None)
             for ladder in self._ladders
-            if ladder.refused is None and ladder.told and not ladder.breaks and JOINING.issuperset(ladder.fixes)
+            if ladder.refused is None and ladder.told and not ladder.breaks and ladder.joins
         }
         saving = [ladder for ladder in self._ladders if left.get(ladder.place, 1.0) < _SAVES]
         saving.sort(key=lambda one: left[one.place])

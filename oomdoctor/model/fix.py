@@ -154,6 +154,7 @@ class Fix:
         is_tried: whether running the cell as it was and as changed on a few rows shows anything: not where the change
             only moves or frees memory, or sets how a loader's processes work.
         is_measured: whether its doses are made anew from what a dry run of the unchanged cell tells of its modules.
+        joins: whether it may be made beside another that joins: none counts steps, or looks at what others change.
         draws: where it is proposed as one that changes results, it is so by random numbers that fall otherwise, and by
             nothing else.
         ways: what is added to a dose for further ways to write the change, which are tried where the first one does
@@ -174,6 +175,7 @@ class Fix:
     detect: Detect | None = None
     is_tried: bool = True
     is_measured: bool = False
+    joins: bool = False
     draws: bool = False
     frees: tuple[Role, ...] = ()
     leaves: tuple[str, ...] = ()
