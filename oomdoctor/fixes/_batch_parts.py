@@ -6,8 +6,9 @@ they always do: only those that torch tags as random are led past the mode that 
 ``bernoulli`` and their kin do not make parts of a batch another training. Python and NumPy draw for no row: how deep a
 network is, or whether a teacher is followed, is drawn alike for each part.
 
-Which dimension of a draw is the batch is told by its size, and checked by another: the first part is smaller than the
-second, and what a part draws has to be as much larger. What stays the same in both is drawn once for the whole batch.
+Which dimension of a draw is the batch is told by its size, and checked by another: the first part is larger than the
+last, and what a part draws has to be as much smaller. What stays the same in both is drawn once for the whole batch.
+How draws lie in memory is told by the first part, which has two rows or more.
 
 Limit: operators that draw more or fewer numbers by the values that they are given (``RReLU``, Poisson, Gamma)
 draw others in parts; the trial of a change shows it.
@@ -16,13 +17,16 @@ draw others in parts; the trial of a change shows it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, Final, TypeAlias
+from threading import Lock
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oomdoctor.errors import StateError, UsageError
@@ -34,6 +38,24 @@ _Batched: TypeAlias = tuple[int, int] | None
 """The dimension of the batch, and how many entries of it there are for each row; None where there is none."""
 
 _Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+
+class _Known(NamedTuple):
+    """What the first part has shown of one draw.
+
+    Attributes:
+        rows: of that part; ``shapes`` of sizes and tensors, and other ``numbers``, that the operator was given.
+        batched: where the batch is in each shape; ``orders``: dimensions of each tensor as they lie in memory.
+    """
+
+    rows: int
+    shapes: _Shapes
+    numbers: dict[str, int]
+    batched: dict[str, _Batched]
+    orders: dict[str, Sequence[int]]
+
+
+_CHECKPOINTS: Final = checkpoint.__file__
 _KERNELS: Final = ("dropout_state", "philox_seed", "rng_state")
 """Arguments and results of kernels that draw by themselves: their draws cannot be cut into rows."""
 
@@ -129,19 +151,19 @@ def _rows(
 
 
 def _uneven(rows: int, parts: int) -> list[int]:
-    """Return the sizes of the parts: as even as may be, but for the first, which is smaller than another.
+    """Return the sizes of the parts: as even as may be, the first larger than another, and of two rows at least.
 
-    Parts of one row each would leave nothing to compare: one fewer has a part of two.
+    So sizes can be compared, and how draws lie in memory is told by a part that has more than one row.
     """
     parts = max(min(parts, rows - 1), 1)
     counts = _even(rows, parts)
     if parts > 1 and counts[0] == counts[-1]:
-        counts[0], counts[1] = counts[0] - 1, counts[1] + 1
+        counts[0], counts[-1] = counts[0] + 1, counts[-1] - 1
     return counts
 
 
 def _even(rows: int, parts: int) -> list[int]:
-    return [rows // parts + (at < rows % parts) for at in range(parts)][::-1]
+    return [rows // parts + (at < rows % parts) for at in range(parts)]
 
 
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
@@ -170,10 +192,17 @@ def _set_back(states: Iterable[tuple[torch.Generator, Any]]) -> None:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for all ``rows`` of the whole batch, and gives out those of the part that runs."""
 
-    def __init__(self, rows: int, devices: Iterable[torch.device]) -> None:
+    def __init__(self, rows: int, devices: Iterable[torch.device], border: CodeType | None = None) -> None:
+        """Begin with all rows.
+
+        Args:
+            devices: those whose generators are drawn from, beside the host's.
+            border: of what runs a part and is run again in the backward pass; None where that comes within the part.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self._start, self._count, self._at = rows, 0, rows, 0
-        self._known: list[tuple[int, _Shapes, dict[str, _Batched]]] = []
+        self._rows, self._start, self._count, self._at, self._border = rows, 0, rows, 0, border
+        self._known: list[_Known] = []
+        self._apart = self._again = 0
         self._begun, self._ended = _states(_generators(devices)), list[tuple[torch.Generator, Any]]()
         with _disable_current_modes():
             self._host, self._host_ended = RandomState.take(), set[Any]()
@@ -185,22 +214,25 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def parts(self, parts: int, *, may_draw: bool = True) -> Iterator[tuple[int, int]]:
         """Yield at which row each part begins, and of how many it is; the caller runs it meanwhile.
 
-        Two rows are one part where something may be drawn for them.
+        Parts have a row each, where so many are asked for, if nothing ``may_draw``; else the first has two.
 
         Raises:
-            StateError: the generators of Python or NumPy stand elsewhere than after another part.
+            StateError: the generators of Python or NumPy stand elsewhere than after another part, or what a checkpoint
+                has drawn is not drawn again within the part.
         """
-        start, counts = 0, _uneven(self._rows, parts) if may_draw or self._rows > 2 else _even(self._rows, parts)
+        each = not may_draw and parts >= self._rows
+        start, counts = 0, _even(self._rows, self._rows) if each else _uneven(self._rows, parts)
         while counts:
             yield start, (count := counts.pop(0))
+            if self._apart and not self._again:
+                raise StateError("a checkpointed region draws random numbers, and its backward comes after the part")
+            self._apart = self._again = 0
             if self._at:
                 self._ended = _states(generator for generator, _ in self._begun)
             self._host_ended.add(host_marks())
             if len(self._host_ended) > 1:
                 raise StateError("Python or NumPy draws another number of times for each part of the batch")
             start += count
-            if not self._known and start == count < self._rows:  # no draws to compare: parts may have a row each
-                counts = _even(self._rows - start, min(parts, self._rows) - 1)
         _set_back(self._ended)  # as after the whole batch, though the last part may have drawn nothing
 
     @contextmanager
@@ -213,7 +245,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start, self._count, self._at = start, count, 0
         _drawing.append(self)
         try:
-            with _as_written(), self if (key := _random_key()) is None else torch._C._IncludeDispatchKeyGuard(key):
+            with _registering:
+                key = _random_key()
+            with _as_written(), self if key is None else torch._C._IncludeDispatchKeyGuard(key):
                 yield
         finally:
             _drawing.remove(self)
@@ -232,20 +266,38 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drops = given.get("dropout_p", given.get("dropout", None))
         if drops and draws_inside:
             raise StateError(f"`{func}` draws random numbers inside of its kernel, which have no rows")
-        if not draws or drops == 0.0 or self._count == self._rows:
+        is_off = given.get("train", given.get("training", True)) is False
+        if not draws or drops == 0.0 or is_off or self._count == self._rows:
             return func(*args, **kwargs)
+        self._note_checkpoint(func)
         if isinstance(own := kwargs.get("generator"), torch.Generator) and all(
             own is not one for one, _ in self._begun
         ):
             self._begun += _states([own])
         return self._drawn(func, args, kwargs, given)
 
+    def _note_checkpoint(self, func: Any) -> None:
+        """Count what a checkpointed region draws and draws again; it must do so while the part runs."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._border:
+            if frame.f_code.co_filename == _CHECKPOINTS:
+                if self._border is not None:
+                    raise StateError(f"`{func}` draws in a region that the model itself recomputes")
+                is_again = frame.f_code.co_name not in ("checkpoint", "forward")
+                self._again += is_again
+                self._apart += not is_again and (torch.is_grad_enabled() or frame.f_code.co_name == "forward")
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
         written = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
         shapes = {name: tuple(shape) for name, value in given.items() if (shape := _shape(name, value)) is not None}
-        batched = self._batched(func, shapes)
+        known = self._told(func, shapes, given)
+        batched = known.batched
         whole = {
-            name: value if (where := batched.get(name)) is None else self._whole(func, value, *where)
+            name: value
+            if (where := batched.get(name)) is None
+            else self._whole(func, value, *where, known.orders.get(name))
             for name, value in given.items()
         }
         made = func(
@@ -259,24 +311,35 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where = next((one for one in batched.values() if one is not None), None)
         return made if where is None else pytree.tree_map(lambda one: self._result(one, *where), made)
 
-    def _batched(self, func: Any, shapes: _Shapes) -> dict[str, _Batched]:
+    def _told(self, func: Any, shapes: _Shapes, given: Mapping[str, Any]) -> _Known:
         """Return which dimension of each size or tensor is the batch: by its size, or beside a part of another size."""
-        if self._rows == 2:
-            raise StateError(f"`{func}` draws something: for which of two rows cannot be told where each is a part")
+        if self._count == 1 and not self._start:
+            raise StateError(f"`{func}` draws something: for which row cannot be told where each is a part")
+        numbers = {name: value for name, value in given.items() if type(value) is int}
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and name in shapes}
+        if any(not _is_dense(value) for value in tensors.values()):
+            raise StateError(f"`{func}` draws into memory with gaps, or into one place for several rows")
         if self._at == len(self._known):
             if self._start and not self._known:
                 raise StateError(f"`{func}` draws something for a part of the batch, and the first part drew nothing")
-            self._known.append((self._count, shapes, {name: self._guess(shape) for name, shape in shapes.items()}))
-        count, known, guess = self._known[self._at]
+            orders = {name: _order(value) for name, value in tensors.items()}
+            guesses = {name: self._guess(shape) for name, shape in shapes.items()}
+            self._known.append(_Known(self._count, shapes, numbers, guesses, orders))
+        known = self._known[self._at]
         self._at += 1
-        if shapes.keys() != known.keys() or (count == self._count and shapes != known):
+        if shapes.keys() != known.shapes.keys() or (known.rows == self._count and shapes != known.shapes):
             raise StateError(f"`{func}` draws something else for each part of the batch")
-        if count != self._count and guess != {name: self._grown(known[name], shapes[name], count) for name in shapes}:
-            raise StateError(
-                f"which dimension of {known} is the batch cannot be told beside parts of {count} rows: another number "
-                "of parts may do"
-            )
-        return guess
+        if known.rows != self._count:
+            grown = {name: self._grown(known.shapes[name], shapes[name], known.rows) for name in shapes}
+            shared = {name: shape for name, shape in shapes.items() if known.batched[name] is None}
+            if grown != known.batched or any(known.shapes[name] != shape for name, shape in shared.items()):
+                raise StateError(
+                    f"which dimension of {known.shapes} is the batch cannot be told beside parts of {known.rows} "
+                    "rows: another number of parts may do"
+                )
+        if numbers != known.numbers:
+            raise StateError(f"`{func}` draws by {known.numbers}, which is another number for each part of the batch")
+        return known
 
     def _guess(self, shape: tuple[int, ...]) -> _Batched:
         equal = [at for at, size in enumerate(shape) if size == self._count]
@@ -292,12 +355,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim, factor = found[0], before[found[0]] // count
         return (dim, factor) if now[dim] == factor * self._count else None
 
-    def _whole(self, func: Any, value: Any, dim: int, factor: int) -> Any:
+    def _whole(self, func: Any, value: Any, dim: int, factor: int, order: Sequence[int] | None) -> Any:
         """Return a size or a tensor as it is for all rows, laid out as that of the part is: draws go by memory."""
         if not isinstance(value, torch.Tensor):
             return [*value[:dim], factor * self._rows, *value[dim + 1 :]]
         shape = [*value.shape[:dim], factor * self._rows, *value.shape[dim + 1 :]]
-        order = sorted(range(value.ndim), key=lambda at: (-value.stride()[at], at))
+        order = range(value.ndim) if order is None else order
         is_mask = func is torch.ops.aten.bernoulli_.float  # which draws alike into every type, and overwrites all
         dtype = torch.bool if is_mask else value.dtype
         made = torch.empty([shape[at] for at in order], dtype=dtype, device=value.device)
@@ -347,6 +410,7 @@ def _random_key() -> torch._C.DispatchKey | None:
     return key
 
 
+_registering: Final = Lock()
 _registered: Final = list[torch.library.Library]()
 """Kept, as a registration ends with its library."""
 
@@ -379,6 +443,20 @@ def _signature(func: Any) -> tuple[tuple[str, ...], bool, bool]:
     names, schema = tuple(one.name for one in func._schema.arguments), func._schema
     draws_inside = any(one.name in _KERNELS for one in (*schema.arguments, *schema.returns))
     return names, torch.Tag.nondeterministic_seeded in func.tags, draws_inside
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in memory without gaps, and no two of its numbers in one place."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _order(tensor: torch.Tensor) -> Sequence[int]:
+    return sorted(range(tensor.ndim), key=lambda at: (-tensor.stride()[at], at))
 
 
 def _shape(name: str, value: Any) -> Sequence[int] | None:

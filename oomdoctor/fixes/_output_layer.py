@@ -36,7 +36,12 @@ TRIED: Final = 4
 _LEAST: Final = 1e-3
 """How far logits that are made again may lie apart, of the largest, where their type has more digits than that."""
 _NODES: Final = 4
-"""So many nodes of a graph lie at most between logits and the layer that made them: views, and a cast."""
+"""So many nodes of a graph lie at most between logits and the layer that made them."""
+_MOVING: Final = frozenset(
+    f"{name}Backward0"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy", "Unsqueeze", "Squeeze")
+)
+"""Those that leave each number as it is, and its gradient: views, copies and casts. Another may hide or turn one."""
 
 
 def chunked_loss(loss: Callable[..., Any], chunks: int) -> Callable[..., Any]:
@@ -82,7 +87,8 @@ def with_layer(
 
 def comes_out(again: torch.Tensor, there: torch.Tensor, eps: float) -> bool:
     """Tell whether logits that were made again are those that there are, to the last digits of their layer."""
-    return bool(((again - there).abs() <= max(_LEAST, 4 * eps) * there.abs().max()).all())
+    largest = there.abs().max()  # what was masked by an infinity is not made again
+    return bool(largest.isfinite() and ((again - there).abs() <= max(_LEAST, 4 * eps) * largest).all())
 
 
 class Replay(NamedTuple):
@@ -146,23 +152,27 @@ def _layer_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
         weight = getattr(node, "_saved_mat2", None)
         if weight is not None:
             inputs = getattr(node, "_saved_mat1", None)  # of ``addmm``; ``mm`` calls it by another name
-            bias = None if inputs is None else _bias_of(node.next_functions[0][0], inputs.dtype)
+            leaf = None if inputs is None else _leaf_of(node.next_functions[0][0])
+            if inputs is not None and leaf is None:
+                return None
+            bias = None if inputs is None or leaf is None else leaf.to(inputs.dtype)  # as autocast does
             inputs = node._saved_self if inputs is None else inputs
             is_scaled = {getattr(node, f"_saved_{name}", 1) for name in ("alpha", "beta")} != {1}
             is_of_rows = inputs.ndim == weight.ndim == 2 and logits.shape == (len(inputs), weight.shape[1])
             # What hooks have unpacked may lie in no graph, or in another one.
             is_linked = all(map(_leads_to, (inputs, weight), node.next_functions[-2:]))
             return (inputs, weight, bias) if is_of_rows and is_linked and not is_scaled else None
+        if node.name() not in _MOVING:
+            return None
         ((node, _),) = node.next_functions
     return None
 
 
-def _bias_of(node: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bias that a layer was given, which autocast may have cast."""
-    if not hasattr(node, "variable"):
+def _leaf_of(node: Any) -> torch.Tensor | None:
+    """Return the leaf that a layer was given for its bias, which autocast may have cast; None where it was computed."""
+    if node is not None and node.name() in _MOVING:
         ((node, _),) = node.next_functions
-    bias: torch.Tensor = node.variable
-    return bias.to(dtype)
+    return getattr(node, "variable", None)
 
 
 def _leads_to(tensor: torch.Tensor, edge: tuple[Any, int]) -> bool:

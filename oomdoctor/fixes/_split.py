@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count as counted
+from threading import local
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -48,22 +50,24 @@ def in_parts(model: Any, parts: int) -> Callable[..., Any]:
     return _InParts(path, owner, model, parts)
 
 
+_running: Final = local()
+"""Whether a thread runs a part."""
+
+
 class _InParts:
     """Runs a model in parts, and those within it whole."""
-
-    inside = False
 
     def __init__(self, path: str, model: Any, call: Callable[..., Any], parts: int) -> None:
         self._path, self._model, self._call, self._parts = path, model, call, parts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward: whole where it is part of another one already split, or where there is one sample."""
-        if _InParts.inside or (call := divide(self._path, args, kwargs)).rows < 2:
+        if getattr(_running, "inside", False) or (call := divide(self._path, args, kwargs)).rows < 2:
             return self._call(*args, **kwargs)
         _forward.refuse_batch_norm(self._path, self._model)
         devices = _forward.devices(self._model)
         watch, device = _recompute.StateWatch(self._path, self._model), devices[0] if len(devices) == 1 else None
-        draws = Draws(call.rows, devices)
+        draws = Draws(call.rows, devices, _InParts._run.__code__)
         marks = None if self._call is self._model else _forward.rng_marks(devices)
         parts: Iterator[tuple[int, Any]] = (
             (count, self._part(draws, start, count, *call.part(start, count, device)))
@@ -79,25 +83,24 @@ class _InParts:
         return whole
 
     def _part(self, draws: Draws, start: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runs = counted()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with draws.of(start, count, again=next(runs) > 0):
-                return self._whole(*args, **kwargs)
-
         if self._call is not self._model:
             return self._whole(*args, **kwargs)
+        run = partial(self._run, draws, start, count, counted())
         if torch.is_grad_enabled():
             return _recompute.recomputed(self._path, self._model, run, args, kwargs)
         return run(*args, **kwargs)
 
+    def _run(self, draws: Draws, start: int, count: int, runs: Iterator[int], *args: Any, **kwargs: Any) -> Any:
+        with draws.of(start, count, again=next(runs) > 0):
+            return self._whole(*args, **kwargs)
+
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with nothing split below it, in the backward pass as well."""
-        outside, _InParts.inside = _InParts.inside, True
+        outside, _running.inside = getattr(_running, "inside", False), True
         try:
             return self._call(*args, **kwargs)
         finally:
-            _InParts.inside = outside
+            _running.inside = outside
 
 
 def _as_long(parts: list[tuple[int, Any]], model: Any) -> list[tuple[int, Any]]:

@@ -125,8 +125,10 @@ class Ladder:
         refused: why it cannot be made at all, None where it can.
     """
 
-    def __init__(self, place: int, rungs: Sequence[Rung], session: Session, evidence: Evidence) -> None:
-        self.place, self.rungs = place, rungs
+    def __init__(
+        self, place: int, rungs: Sequence[Rung], session: Session, evidence: Evidence, left: float = 1.0
+    ) -> None:
+        self.place, self.rungs, self._left = place, rungs, left
         self.search = Search(len(rungs))
         self.told: dict[int, Forecast] = {}
         self.why: str | None = None
@@ -224,6 +226,10 @@ class Ladder:
 
     # What the doses need ----------------------------------------------------------------------------------------
 
+    def least_told(self) -> int:
+        """Return the least peak that a shadow run of a dose has told."""
+        return min(told.peak for told in self.told.values() if told.peak is not None)
+
     def estimate(self, index: int, unchanged: Forecast, scale: float) -> Forecast:
         """Return what a dose is thought to need.
 
@@ -235,6 +241,8 @@ class Ladder:
         if unchanged.peak is not None and not self.breaks:
             ratio = self._truth(unchanged)
             peak = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
+            if ratio is None and self._left < 1.0:
+                peak = int(unchanged.peak * self._left)
             peak = max(peak, min(self._lasting(unchanged), unchanged.peak))
         return Forecast(
             basis=basis,

@@ -237,18 +237,22 @@ class Planner:
             pair = self._pairs.pop(0)
             if any(self._beats(done, pair) for done in self._ladders):
                 continue
-            rungs = _steps_of_two(*pair)[-_STEPS:]
-            ladder = Ladder(len(self._ladders), rungs, self._session, self._evidence)
-            if isinstance(ladder.attempt(len(rungs) - 1), Refused):
+            ladder = self._of_two(pair, _STEPS, unchanged.peak)
+            if isinstance(ladder.attempt(len(ladder.rungs) - 1), Refused):
                 continue
             self._ladders.append(ladder)
             return True
         return False
 
+    def _of_two(self, pair: tuple[Ladder, Ladder], steps: int, peak: int) -> Ladder:
+        """Return two changes together in their strongest doses, each thought to leave its share of what is left."""
+        left = pair[0].least_told() / peak * pair[1].least_told() / peak
+        return Ladder(len(self._ladders), _steps_of_two(*pair)[-steps:], self._session, self._evidence, left)
+
     def _possible_pairs(self, peak: int) -> list[tuple[Ladder, Ladder]]:
         """Return the pairs to try, those that keep the result and save most first."""
         left = {
-            ladder.place: min(told.peak / peak for told in ladder.told.values() if told.peak is not None)
+            ladder.place: ladder.least_told() / peak
             for ladder in self._ladders
             if ladder.refused is None and ladder.told and not ladder.breaks and ladder.joins
         }
@@ -354,7 +358,7 @@ class Planner:
     def _put_last(self, peak: int) -> None:
         """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
         for pair in self._possible_pairs(peak):
-            ladder = Ladder(len(self._ladders), _steps_of_two(*pair)[-1:], self._session, self._evidence)
+            ladder = self._of_two(pair, 1, peak)
             alike = [done for done in self._ladders if done.fixes == ladder.fixes]
             is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
             if ladder.effect in KEEPING and not is_known and not isinstance(ladder.attempt(0), Refused):

@@ -95,7 +95,9 @@ def teams_ended() -> Iterator[Callable[[], None]]:
     for path in again:
         del _begun[path]
     try:
-        yield partial(_allow, before) if all(ended) else lambda: None
+        torch = sys.modules.get("torch")
+        set_number = (lambda: None) if torch is None else partial(torch.set_num_threads, torch.get_num_threads())
+        yield partial(_begin_anew, before, set_number) if all(ended) else lambda: None
     finally:
         if again:
             begin_teams()
@@ -105,6 +107,12 @@ def _allow(before: list[tuple[Any, int, int]]) -> None:
     for runtime, levels, threads in before:
         runtime.omp_set_max_active_levels(levels)
         runtime.omp_set_num_threads(threads)
+
+
+def _begin_anew(before: list[tuple[Any, int, int]], set_number: Callable[[], None]) -> None:
+    """Let a copy have teams of its own. Torch's other pool is made anew first: a team's threads would race for it."""
+    _allow(before)
+    set_number()
 
 
 def _have_torch_set_its_number() -> None:

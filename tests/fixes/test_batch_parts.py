@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from oomdoctor import batch_parts, join_parts
 from oomdoctor.errors import StateError, UsageError
@@ -213,7 +215,7 @@ def test_the_batch_may_be_another_dimension() -> None:
     ("draw", "why"),
     [
         (lambda part: torch.rand(len(part), len(part)), "cannot be told"),
-        (lambda part: F.dropout(torch.ones(7, 3)), "cannot be told"),
+        (lambda part: F.dropout(torch.ones(9, 3)), "cannot be told"),
         (lambda part: F.dropout(torch.ones(len(part), 3) if len(part) < 8 else torch.ones(1, 3, 4)), "cannot be told"),
     ],
     ids=["all pairs", "a size by chance", "another draw"],
@@ -237,7 +239,7 @@ def test_a_batch_is_cut_where_each_tensor_has_it_and_joined_again() -> None:
     flat, scale = torch.arange(24).view(4, 6), torch.randn(3)
     given = batch_parts(3, words, flat.view(-1), state, scale, np.arange(6), dim=1)
     parts = [(w, f.view(4, -1), s, same, rows) for w, f, s, same, rows in given]
-    assert [len(rows) for *_, rows in parts] == [1, 2, 3]
+    assert [len(rows) for *_, rows in parts] == [3, 2, 1]
     assert all(same is scale for _, _, _, same, _ in parts)
     assert torch.equal(torch.cat([f for _, f, *_ in parts], 1), flat)
     assert torch.equal(join_parts([w for w, *_ in parts]), words)
@@ -289,9 +291,11 @@ def test_parts_of_another_dimension_lie_as_a_batch_does_and_what_was_flattened_b
     assert all(torch.equal(flat, cut.flatten()) for _, cut, flat in parts)
 
 
-def test_where_nothing_is_drawn_parts_may_have_a_row_each() -> None:
-    assert [len(part) for part in batch_parts(4, torch.zeros(4, 2))] == [1, 1, 1, 1]
-    assert max(len(part + torch.rand(len(part), 2)) for part in batch_parts(4, torch.zeros(4, 2))) == 2
+def test_the_first_part_has_two_rows_at_least() -> None:
+    sizes = [
+        [len(part) for part in batch_parts(parts, torch.zeros(rows, 2))] for rows, parts in ((4, 4), (8, 4), (9, 4))
+    ]
+    assert sizes == [[2, 1, 1], [3, 2, 2, 1], [3, 2, 2, 2]]
 
 
 def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,3 +338,55 @@ def test_compiled_functions_run_as_they_are_written() -> None:
     for part in batch_parts(2, torch.ones(3, 3)):
         function(part)
     assert compiled == [1]
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (4, 4), (3, 2), (9, 3), (5, 8)])
+def test_how_draws_lie_in_memory_is_that_of_the_whole_batch(rows: int, parts: int) -> None:
+    """A layer that turns time and batch about leaves them so in memory, which a part of one row does not show."""
+    torch.manual_seed(0)
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), torch.randn(rows, 5, 8)
+    found = []
+    for several in (False, True):
+        torch.manual_seed(3)
+        model.zero_grad()
+        for part in batch_parts(parts, x) if several else (x,):
+            F.dropout(model(part).transpose(0, 1).relu(), 0.2).square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_checkpoint_draws_again_is_that_of_the_part_or_an_error() -> None:
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 2)), torch.randn(12, 3)
+    grads = []
+    for parts in (1, 3):
+        torch.manual_seed(2)
+        layers.zero_grad()
+        for part in (x,) if parts == 1 else batch_parts(parts, x):
+            checkpoint(layers, part, use_reentrant=False).square().sum().backward()
+        grads.append([one.grad for one in layers.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    with pytest.raises(StateError, match="backward comes after"):
+        sum(checkpoint(layers, part, use_reentrant=False).sum() for part in batch_parts(3, x)).backward()
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (lambda part: torch.randperm(len(part)), "by {'n': "),
+        (lambda part: torch.randint(len(part), (1, 1)), "by {'high': "),
+        (lambda part: torch.rand(int((part > 0).sum())), "draws something else for each part"),
+        (lambda part: torch.randn_like(part.unsqueeze(1).expand(-1, 4, -1)), "into memory with gaps"),
+        (lambda part: torch.zeros(len(part), 16)[:, :8].normal_(), "into memory with gaps"),
+    ],
+    ids=["a permutation", "a choice among rows", "a number of the data", "one place for several", "gaps"],
+)
+def test_draws_that_have_no_rows_are_errors(draw: Callable[[Any], Any], why: str) -> None:
+    def drawn() -> None:
+        for part in batch_parts(3, torch.arange(16.0).view(8, 2) - 7):
+            draw(part)
+
+    with pytest.raises(StateError, match=re.escape(why)):
+        drawn()

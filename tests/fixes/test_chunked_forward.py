@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _split, get
@@ -101,8 +102,18 @@ def test_draws_are_those_of_the_whole_batch_in_the_recomputation_too(kind: str, 
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
+def test_a_model_that_recomputes_what_it_draws_is_refused() -> None:
+    class Recomputing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    with pytest.raises(OomDoctorError, match="in a region that the model itself recomputes"):
+        in_parts(Recomputing(drop=0.5), 2)(torch.randn(8, 8))
+    assert in_parts(Recomputing(), 2)(torch.randn(8, 8)).shape[0] == 8
+
+
 def test_noise_for_two_rows_is_refused_where_each_is_a_part() -> None:
-    with pytest.raises(OomDoctorError, match="for which of two rows"):
+    with pytest.raises(OomDoctorError, match="for which row"):
         in_parts(Drawing(), 2)(torch.randn(2, 8))
     assert in_parts(Net(), 2)(torch.randn(2, 8)).shape[0] == 2
 
@@ -181,7 +192,7 @@ def _sequence_first() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (DrawingOwn(), "cannot be told"),
+        (DrawingOwn(), "changes the random numbers of `DrawingOwn.generators"),
         (Counting(), "changes Counting.calls"),
         (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "over the whole batch"),
         (Returning(lambda out: out.mean()), "a loss"),

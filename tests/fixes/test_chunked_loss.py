@@ -396,3 +396,47 @@ def test_proposes_nothing_where_it_would_not_help(evidence, why) -> None:
     found = propose(live.INCIDENT, evidence)
     assert isinstance(found, Refused)
     assert why in found.reason
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return -grads[0]
+
+
+def _masked(head: nn.Linear, x: torch.Tensor, fill: float) -> torch.Tensor:
+    hidden = torch.zeros(len(x), 50, dtype=torch.bool)
+    hidden[3, 49] = hidden[9, 48] = True
+    return head(x).masked_fill(hidden, fill)
+
+
+@pytest.mark.parametrize(
+    "logits_of",
+    [
+        lambda head, x: _masked(head, x, float("-inf")),
+        lambda head, x: _masked(head, x, -1e9),
+        lambda head, x: head(x).index_fill(1, torch.tensor([49, 48]), float("-inf")),
+        lambda head, x: Reversed.apply(head(x)),
+        lambda head, x: F.linear(x, head.weight, -head.bias),
+        lambda head, x: F.linear(x, head.weight, head.bias.flip(0)),
+        lambda head, x: head(x).double(),
+    ],
+    ids=["masked", "masked by a number", "filled", "reversed", "other sign", "flipped", "cast"],
+)
+def test_what_stands_between_the_layer_and_the_loss_is_followed_or_the_layer_is_left_alone(logits_of: Any) -> None:
+    torch.manual_seed(0)
+    head, x, target = nn.Linear(16, 50), torch.randn(64, 16), torch.randint(0, 45, (64,))
+    nn.init.zeros_(head.bias)
+    found = []
+    for loss in (F.cross_entropy, chunked_loss(F.cross_entropy, 4)):
+        given = x.clone().requires_grad_()
+        head.zero_grad()
+        out = loss(logits_of(head, given), target)
+        out.backward()
+        found.append([out, given.grad, *(one.grad for one in head.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)

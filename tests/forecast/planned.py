@@ -58,12 +58,14 @@ def fix(
     saves: Sequence[int] | None = None,
     slowdown: float = 1.0,
     live: bool = False,
+    joins: bool = True,
 ) -> Fix:
     """Return a fix whose dose N puts the Nth text in the place of each key.
 
     Args:
         change: for each text of the cell, what each dose writes instead.
         live: whether it cannot be written in the source; then it changes nothing.
+        joins: see ``Fix``.
     """
     (count,) = {len(texts) for texts in change.values()}
     thought = saves or [(30 * (dose + 1)) * MIB for dose in range(count)]
@@ -85,6 +87,7 @@ def fix(
         id=fix_id,
         title=f"Do {fix_id}",
         effect=effect,
+        joins=joins,
         cost="nothing",
         propose=lambda _incident, _evidence: proposals,
         apply=(lambda _session, _dose: nullcontext()) if live else None,

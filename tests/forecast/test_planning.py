@@ -273,7 +273,7 @@ def test_two_are_offered_without_a_price_where_no_single_one_fits_and_time_is_ov
 
 
 def test_those_not_known_to_go_together_are_not():
-    others = [shrinking("one", "first", [20]), shrinking("two", "second", [20])]
+    others = [shrinking("one", "first", [20], joins=False), shrinking("two", "second", [20])]
     assert all(len(one.made_of) == 1 for one in plan(others, 60 * MIB).candidates)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
@@ -132,6 +133,36 @@ def test_a_library_reads_the_clocks_of_a_trial_by_a_name_of_its_own(tmp_path: Pa
     after = before.replace("model(x)", "sum(range(1 << 24))\nmodel(x)")
     trial = tried({"setup": [setup], "before": [before], "after": [after]}, tmp_path, effect=Effect.EXACT)
     assert trial.same is True, trial
+
+
+STEPS = """\
+for _ in range(2):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_threads_of_a_number_that_was_set_leave_the_same(tmp_path: Path) -> None:
+    setup = "import torch\ntorch.manual_seed(0)\nmodel, x = torch.nn.Linear(300, 300), torch.randn(400, 300)\n"
+    setup += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for change, same in ((("model(x)", "model(x.clone())"), True), (("step()", "step(); optimizer.step()"), False)):
+            for _ in range(3):
+                cells = {"setup": [setup], "before": [STEPS], "after": [STEPS.replace(*change)]}
+                trial = tried(cells, tmp_path, effect=Effect.EXACT)
+                assert trial.same is same, trial
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_programs_that_raise_alike_before_a_step_have_shown_nothing(tmp_path: Path) -> None:
+    setup = "import torch\nmodel, x = torch.nn.Linear(3, 3), torch.randn(4, 3)\n"
+    before = "model(x).square().mean().backward()\nraise ValueError('no')\n"
+    trial = tried({"setup": [setup], "before": [before], "after": [before.replace("square", "abs")]}, tmp_path)
+    assert trial.same is None
 
 
 OUTPUTS = """\
