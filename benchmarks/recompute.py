@@ -3,10 +3,10 @@
 Small models of the tests run out of memory on the virtual accelerator at several shares of their peak. The parts that
 the plan chose stand beside the best of all sets of parts: every set of modules of the first level, and of layers and
 stretches of a ``Sequential``, is run for its peak, and of those that stay below the budget, less the margin of a
-forecast, the one with the least time counts. What fits is told by what is alive, not by the segments of an allocator:
-these expand, and the pages of their beginning, which are some percent of so small a device, are left out. Time is that
-of the unchanged run and of the forwards that come again, by what the dry run of the plan told of each module; so a set
-is compared with another by the same clock, which is an estimate.
+forecast, the one with the least time counts. What fits is told by what the allocator holds, for the plan and for every
+set; segments expand, and that nobody knows where one begins, which is much of so small a device, is left out. Time is
+that of the unchanged run and of the forwards that come again, by what the dry run of the plan told of each module; so a
+set is compared with another by the same clock, which is an estimate.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ def cost_of(rows: Sequence[ModuleMemory], names: Sequence[str]) -> float:
     return total
 
 
-def chosen(ready: Ready, budget: int) -> tuple[str, ...] | None:
-    """Return the parts that the plan would have recomputed; None where what is alive then is more than there is."""
+def chosen(ready: Ready) -> tuple[str, ...] | None:
+    """Return the parts that the plan would have recomputed; None where none was seen to fit."""
     for one in ready.case.plan.candidates:
-        if one.fix == FIX and one.forecast.peak is not None and one.forecast.peak <= budget:
+        if one.fix == FIX and one.forecast.fits:
             return tuple(text.partition(":")[2] for text in str(dict(one.dose.values)["modules"]).split(", "))
     return None
 
@@ -164,7 +164,7 @@ def peaks(ready: Ready, sets: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...]
     for names in sets:
         dose = Dose.of(modules=", ".join(f"model:{name}" for name in names))
         _, attempt = attempt_with(fixes.get(FIX), dose, ready.session, ready.case.evidence)
-        peak = None if isinstance(attempt, Refused) else peak_of(ready, attempt)
+        peak = None if isinstance(attempt, Refused) else peak_of(ready, attempt, "peak_reserved")
         if peak is not None:
             found[names] = peak
     return found
@@ -186,7 +186,7 @@ def compared(family: Family) -> Iterator[str]:
                 yield f"{family.name:<8} {share:>5.0%}  has {len(sets)} sets of parts, which are too many"
                 return
             found = found or peaks(ready, sets)
-            took = chosen(ready, budget)
+            took = chosen(ready)
             fitting = [names for names, peak in found.items() if peak * (1 + MARGIN) <= budget]
             best = min(fitting, key=lambda names: cost_of(rows, names), default=None)
             if best is None or took is None:

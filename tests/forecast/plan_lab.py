@@ -222,7 +222,7 @@ def mildest_that_runs(ready: Ready, candidate: Candidate) -> int | None:
     return None
 
 
-def peak_of(ready: Ready, attempt: Attempt) -> int | None:
+def peak_of(ready: Ready, attempt: Attempt, counter: str = "peak_allocated") -> int | None:
     """Return the peak of an attempt on a device with room enough, in a copy; None where it is unfit or takes long."""
 
     def over(*_: Any) -> None:
@@ -234,7 +234,7 @@ def peak_of(ready: Ready, attempt: Attempt) -> int | None:
         device: Any = ready.session.accelerator
         device.capacity_bytes = device.allocator.capacity_bytes = device._room = ROOMY_BYTES
         device.reset_peak()
-        return device.read().peak_allocated if _attempted(ready, attempt) else None
+        return getattr(device.read(), counter) if _attempted(ready, attempt) else None
 
     found = in_a_copy(peak)
     return found if isinstance(found, int) else None
