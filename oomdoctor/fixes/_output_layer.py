@@ -4,6 +4,9 @@
 the logits, as their graph tells, there is no gradient of all logits either: in the backward pass a chunk's logits are
 made again from what the layer was given. That they come out as they were is seen in the forward, of all rows in a few
 classes, and of a few rows in all classes; where they do not, the loss alone is taken in chunks.
+
+Limit: torch does not tell of hooks that are kept in the graph. One on logits that are cast before the loss, or that are
+gone when it is registered, is not called.
 """
 
 from __future__ import annotations
