@@ -87,7 +87,8 @@ def teams_ended() -> Iterator[Callable[[], None]]:
     found = list(_runtimes())
     before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in found]
     threads = max((threads for _, _, threads in before), default=1)
-    if not all(hasattr(one, "omp_pause_resource_all") for _, one in found) or not _has_room_for(2 * (threads - 1)):
+    can_end = threads > 1 and all(hasattr(one, "omp_pause_resource_all") for _, one in found)
+    if not can_end or not _has_room_for(2 * (threads - 1)):  # a copy has one thread: to end a team would wait for it
         yield lambda: None
         return
     again = {path for path, _ in found if path in _begun}

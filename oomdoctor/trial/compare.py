@@ -221,7 +221,7 @@ class _Comparison:
         if changed.is_ours or (on_host and changed.error is not None):
             return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
         is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
-        has_shown = unchanged.steps and not is_idle
+        has_shown = not is_idle and (unchanged.steps or not unchanged.trains)
         if unchanged.error is not None and (changed.error != unchanged.error or not has_shown):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         if changed.error != unchanged.error:
