@@ -263,7 +263,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not draws and not draws_inside:
             return func(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        drops = given.get("dropout_p", given.get("dropout", None))
+        drops = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("dropout")
         if drops and draws_inside:
             raise StateError(f"`{func}` draws random numbers inside of its kernel, which have no rows")
         is_off = given.get("train", given.get("training", True)) is False
