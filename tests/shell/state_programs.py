@@ -122,6 +122,7 @@ REFUSED: Final = {
     ("vae", None): "its forward draws random numbers",
     ("transformers", "evaluation"): "returns a single number",
     ("gpt", "third iteration"): "`ema['transformer.wte.weight']` was replaced by the cell, and the old one is gone",
+    ("gpt", "evaluation"): "`ema['transformer.wte.weight']` was replaced by the cell, and the old one is gone",
 }
 """Why a retry may be refused, by family and place, all places where there is none; the others may not."""
 
