@@ -297,7 +297,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = {
             name: value
             if (where := batched.get(name)) is None
-            else self._whole(func, value, *where, known.orders.get(name))
+            else self._whole(func, value, *where, known.orders.get(name, ()))
             for name, value in given.items()
         }
         made = func(
@@ -355,12 +355,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim, factor = found[0], before[found[0]] // count
         return (dim, factor) if now[dim] == factor * self._count else None
 
-    def _whole(self, func: Any, value: Any, dim: int, factor: int, order: Sequence[int] | None) -> Any:
+    def _whole(self, func: Any, value: Any, dim: int, factor: int, order: Sequence[int]) -> Any:
         """Return a size or a tensor as it is for all rows, laid out as that of the part is: draws go by memory."""
         if not isinstance(value, torch.Tensor):
             return [*value[:dim], factor * self._rows, *value[dim + 1 :]]
         shape = [*value.shape[:dim], factor * self._rows, *value.shape[dim + 1 :]]
-        order = range(value.ndim) if order is None else order
         is_mask = func is torch.ops.aten.bernoulli_.float  # which draws alike into every type, and overwrites all
         dtype = torch.bool if is_mask else value.dtype
         made = torch.empty([shape[at] for at in order], dtype=dtype, device=value.device)

@@ -240,9 +240,10 @@ class Ladder:
         basis, peak = "; ".join(part.proposal.basis for part in rung), None
         if unchanged.peak is not None and not self.breaks:
             ratio = self._truth(unchanged)
-            peak = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
             if ratio is None and self._left < 1.0:
                 peak = int(unchanged.peak * self._left)
+            else:
+                peak = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
             peak = max(peak, min(self._lasting(unchanged), unchanged.peak))
         return Forecast(
             basis=basis,

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -68,7 +68,7 @@ def teams_in_room() -> Iterator[None]:
         yield
         return
     _have_torch_set_its_number()
-    before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in _runtimes()]
+    before = _settings(one for _, one in _runtimes())
     keep_one_thread()
     try:
         yield
@@ -85,7 +85,7 @@ def teams_ended() -> Iterator[Callable[[], None]]:
     """
     _have_torch_set_its_number()
     found = list(_runtimes())
-    before = [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for _, one in found]
+    before = _settings(one for _, one in found)
     threads = max((threads for _, _, threads in before), default=1)
     can_end = threads > 1 and all(hasattr(one, "omp_pause_resource_all") for _, one in found)
     if not can_end or not _has_room_for(2 * (threads - 1)):  # a copy has one thread: to end a team would wait for it
@@ -102,6 +102,11 @@ def teams_ended() -> Iterator[Callable[[], None]]:
     finally:
         if again:
             begin_teams()
+
+
+def _settings(runtimes: Iterable[Any]) -> list[tuple[Any, int, int]]:
+    """Return each runtime with how deep its regions may divide their work, and among how many threads."""
+    return [(one, one.omp_get_max_active_levels(), one.omp_get_max_threads()) for one in runtimes]
 
 
 def _allow(before: list[tuple[Any, int, int]]) -> None:
