@@ -83,8 +83,6 @@ SETTINGS: Final[Mapping[str, Settings]] = {
             # Its state has the batch in dimension 1.
             "which is not split": ("lstm",),
             "which is not made of rows for the samples": ("gpt", "stateful", "transformers"),
-            # The noise of the VAE would be drawn for each part.
-            "draws random numbers, others for each part": ("vae",),
             "in the optimizer's step": ("wide",),
         }
     ),
