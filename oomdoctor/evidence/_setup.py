@@ -20,7 +20,6 @@ from oomdoctor.model.code import LoaderFacts
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Call, Program, calls, calls_at, decorators, imports_of, text_of
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.training_loops import looped
 from oomdoctor.sandbox.copies import answered
 
 _FRAMEWORKS: Final = (
@@ -219,16 +218,16 @@ def batch_sizes(loaders: Iterable[tuple[str, Any]]) -> tuple[tuple[str, int], ..
     return tuple((path, size) for path, loader in loaders if type(size := held(loader, "batch_size")) is int)
 
 
-def loaders(program: Program, found: Iterable[tuple[str, Any]], *, tries: bool = True) -> tuple[LoaderFacts, ...]:
+def loaders(found: Iterable[tuple[str, Any]], *, tries: bool = True) -> tuple[LoaderFacts, ...]:
     """Return the facts of each loader, in their order.
 
     Args:
         tries: whether samples are made in a copy of the process, to tell whether they depend on their worker.
     """
-    return tuple(_facts(path, plain_dict(loader) or {}, program, tries) for path, loader in found)
+    return tuple(_facts(path, plain_dict(loader) or {}, tries) for path, loader in found)
 
 
-def _facts(path: str, own: dict[str, Any], program: Program, tries: bool) -> LoaderFacts:
+def _facts(path: str, own: dict[str, Any], tries: bool) -> LoaderFacts:
     workers, collate = own.get("num_workers"), own.get("collate_fn")
     workers = workers if type(workers) is int else 0
     ahead = own.get("prefetch_factor")
@@ -248,7 +247,6 @@ def _facts(path: str, own: dict[str, Any], program: Program, tries: bool) -> Loa
         order=_order(own, sampler),
         shuffles=name_of(type(sampler)) not in {"SequentialSampler", "list", "range"},
         collates=own.get("batch_sampler") is not None and _is_default(collate),
-        looped=looped(program, path),
     )
 
 

@@ -42,9 +42,9 @@ from oomdoctor.objects.frames import (
     local_modules,
     locals_of,
     running_frames,
-    standing_in,
     steps_of,
     traceback_of,
+    unbound_in,
 )
 from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
@@ -220,7 +220,7 @@ def _facts(
             local=local_modules(exc, filenames, objects[0]),
             line=line,
             running=running,
-            standing={} if line is None else standing_in(exc, filenames, (cells.failing.number, line)),
+            unbound={} if line is None else unbound_in(exc, filenames, (cells.failing.number, line)),
             passed=passed(exc),
             detectors=detectors,
             is_kept=session.is_kept,

@@ -12,8 +12,9 @@ from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program.book import Book, Function, Number, Place, calls, literal
-from oomdoctor.program.dataflow import Loop, bound, reads
+from oomdoctor.program.book import Book, Number, Place, calls, literal
+from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.magics import Function, Loop
 from oomdoctor.program.names import call_name
 
 _DIVISORS: Final = (2, 4, 8, 16, 32)

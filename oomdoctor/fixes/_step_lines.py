@@ -12,7 +12,8 @@ import libcst as cst
 from oomdoctor.fixes._terms import Unfit, need
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import rewriting
-from oomdoctor.program.dataflow import Loop, loop_at
+from oomdoctor.program.dataflow import loop_at
+from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import own_nodes
 
 

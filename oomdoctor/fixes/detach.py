@@ -34,10 +34,10 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import called_on, kept_otherwise, kept_value
-from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Program, Scope, Statement, site, statements
 from oomdoctor.program.ground import ground
 from oomdoctor.program.kept_tensors import Place, history_appends, undifferentiated
+from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, own_nodes, target_names
 from oomdoctor.program.rewriting import text_of, within
 
@@ -132,8 +132,7 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
             return (site("idle" if is_idle else "carried", scope, kept, _fed_back(kept)),)
     for scope, one in every:
         if _is_carried(one, one.loops[-1]):
-            lines = {line for number, line, *_ in idle() if number == scope.cell}
-            around = [node for node in own_nodes(scope.body) if isinstance(node, ast.stmt) and node.lineno in lines]
+            around = [node for place, node in idle() if place is scope]
             if any(node.lineno <= one.node.lineno <= (node.end_lineno or 0) for node in around):
                 return (site("idle", scope, one.node, _fed_back(one.node)),)
     return ()

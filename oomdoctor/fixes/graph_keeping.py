@@ -175,11 +175,7 @@ def _detect_undifferentiated(program: Program, objects: Objects) -> tuple[Site, 
     models = met if met and all(met) else list(objects.models)
     trainable = not models or any(one is not None and one.training for one in models) or _has_inputs(objects.namespace)
     kind = "trainable" if trainable else "idle"
-    files = {scope.cell: scope.file for scope in program.scopes}
-    return tuple(
-        Site(kind=kind, cell=cell, line=line, end_line=end, text=text, names=kept, file=files[cell])
-        for cell, line, end, text in places
-    )
+    return tuple(site(kind, scope, node, kept) for scope, node in places)
 
 
 def _has_inputs(namespace: Mapping[str, Any]) -> bool:

@@ -90,8 +90,8 @@ def _why_others(loader: LoaderFacts, count: int) -> str | None:
         return why
     if not loader.collates:
         return f"batches of `{loader.path}` are put together in a way of their own, and may share memory with the data"
-    if loader.shuffles and not loader.looped:
-        return f"`{loader.path}` draws the seed of its order at its first batch and no longer when it is iterated over"
+    if loader.shuffles:
+        return f"`{loader.path}` draws the seed of its order at its first batch and no longer when its loop begins"
     return None
 
 

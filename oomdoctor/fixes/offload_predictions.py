@@ -99,10 +99,10 @@ class _Uses:
         """Yield the ways of what is in the collections through their scope, and where that goes."""
         filled = {id(fill): name for name in self.moved for fill in self.fills(name)}
 
-        def spreads(node: ast.AST, names: set[str]) -> set[str]:
-            return names | {filled[id(node)]} if id(node) in filled else names
+        def adds(node: ast.AST) -> set[str]:
+            return {filled[id(node)]} if id(node) in filled else set()
 
-        way = Flow(stops=_leaves_host, of_graphs=False, spreads=spreads).through(self._scope.body)
+        way = Flow(stops=_leaves_host, of_graphs=False, adds=adds).through(self._scope.body)
         yield self._scope, way
         is_top = self._scope.function is None
         given = (node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None)

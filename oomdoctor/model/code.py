@@ -140,7 +140,6 @@ class LoaderFacts:
         order: why the order may depend on when indices are asked for, None where it is certain that it does not.
         shuffles: random numbers decide on the order.
         collates: torch's own ``default_collate`` copies samples into batches.
-        looped: the cells go through it with plain loops alone, which take a batch as soon as they begin.
     """
 
     path: str
@@ -155,7 +154,6 @@ class LoaderFacts:
     order: str | None = None
     shuffles: bool = False
     collates: bool = True
-    looped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

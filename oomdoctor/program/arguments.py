@@ -15,6 +15,7 @@ from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, assigned
+from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, own_nodes, target_names
 from oomdoctor.program.replay import node_of
 
@@ -165,7 +166,7 @@ def _is_of_itself(value: ast.expr | None, name: str) -> bool:
 
 
 def _is_looped(parsed: rewriting.ParsedCell, node: ast.AST) -> bool:
-    return any(isinstance(one, ast.For | ast.AsyncFor | ast.While) for one in ancestors(parsed.tree, node))
+    return any(isinstance(one, Loop) for one in ancestors(parsed.tree, node))
 
 
 def last_binding(parsed: rewriting.ParsedCell, name: str, *, bound_before: bool = False) -> Binding | None:

@@ -12,16 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program.dataflow import Loop, ancestors, assigned, bound, loop_at
-from oomdoctor.program.magics import tree_of
+from oomdoctor.program.dataflow import ancestors, assigned, bound, loop_at
+from oomdoctor.program.magics import Function, Loop, tree_of
 from oomdoctor.program.names import arguments_of, bound_by, call_name, own_nodes, parameters_of, root_of, target_names
-
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 SETTINGS: Final = re.compile(
     r"^((types\.)?SimpleNamespace|(argparse\.)?Namespace|dict|(\w+\.)?(EasyDict|edict|AttrDict|DotDict|Munch|ConfigDict)"
@@ -99,11 +96,11 @@ class Book:
     def functions(self) -> Iterator[tuple[Page, Function]]:
         """Yield every function and method of the cells."""
         for page in self.pages:
-            yield from ((page, node) for node in ast.walk(page.tree) if isinstance(node, FUNCTIONS))
+            yield from ((page, node) for node in ast.walk(page.tree) if isinstance(node, Function))
 
     def function(self, name: str) -> tuple[Page, Function] | None:
         """Return the last function of the top level called ``name``."""
-        found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, FUNCTIONS)]
+        found = [(page, n) for page in self.pages for n in page.tree.body if isinstance(n, Function)]
         return next((one for one in reversed(found) if one[1].name == name), None)
 
     def loop(self, facts: TrainingLoop) -> tuple[Place, Loop] | None:
@@ -115,7 +112,7 @@ class Book:
     def place(self, page: Page, node: ast.AST) -> Place:
         """Return where ``node`` of ``page`` stands."""
         path = ancestors(page.tree, node)
-        function = next((one for one in reversed(path) if isinstance(one, FUNCTIONS)), None)
+        function = next((one for one in reversed(path) if isinstance(one, Function)), None)
         return Place(page=page, function=function, line=getattr(node, "lineno", 1))
 
     def _known_at(self, at: Place) -> tuple[Page, ...]:
@@ -152,7 +149,7 @@ class Book:
         """Return what methods of the class that ``at`` stands in assign to ``self.name``."""
         path = ancestors(at.page.tree, at.function) if at.function is not None else ()
         owner = next((node for node in reversed(path) if isinstance(node, ast.ClassDef)), None)
-        methods = [node for node in owner.body if isinstance(node, FUNCTIONS)] if owner is not None else []
+        methods = [node for node in owner.body if isinstance(node, Function)] if owner is not None else []
         return [
             (node.value, Place(page=at.page, function=method))
             for method in methods
@@ -243,7 +240,7 @@ class Book:
             return None
         for page in reversed(self._known_at(at)):
             for node in reversed(page.tree.body):
-                if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, FUNCTIONS):
+                if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, Function):
                     continue
                 if any(_sets_entry(part, text, key) for part in own_nodes([node])):
                     value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None

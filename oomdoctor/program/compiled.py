@@ -26,10 +26,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from oomdoctor.program.magics import mask, tree_of
+from oomdoctor.program.magics import Definition, Function, mask, tree_of
 
 _FUTURES: Final[int] = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-_Defining = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Fault(NamedTuple):
@@ -88,14 +87,18 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
         codes += [constant for constant in each.co_consts if type(constant) is CodeType]
 
 
-def is_compiled_from(code: CodeType, text: str) -> bool:
-    """Return whether ``text`` compiles to ``code``, or has it in it: else the file was edited after it was loaded."""
+def is_compiled_from(codes: Iterable[CodeType], text: str) -> bool:
+    """Return whether ``text`` compiles to all of ``codes``: else the file was edited after it was loaded.
+
+    They are of one file.
+    """
+    codes = list(codes)
     try:
         # Who runs a script by ``exec`` hands on its own futures.
-        whole = compile_python(text, code.co_filename, future_flags(code))
-    except (SyntaxError, ValueError):
+        whole = [compile_python(text, code.co_filename, future_flags(code)) for code in codes[:1]]
+    except (SyntaxError, ValueError, RecursionError):
         return False
-    return any(each == code for each in with_inner(whole))
+    return {inner for code in whole for inner in with_inner(code)}.issuperset(codes)
 
 
 @lru_cache(maxsize=16)
@@ -114,14 +117,14 @@ def global_names(text: str) -> frozenset[str]:
 
 def defines(text: str, name: str, line: int) -> bool:
     """Return whether a function of this name begins on ``line``, that of its first decorator included."""
-    functions = (node for node in ast.walk(tree_of(text)) if isinstance(node, _Defining) and node.name == name)
+    functions = (node for node in ast.walk(tree_of(text)) if isinstance(node, Function) and node.name == name)
     return any(line in (node.lineno, *(each.lineno for each in node.decorator_list)) for node in functions)
 
 
 def is_in_definition(cell: str, line: int) -> bool:
     """Return whether a line of a cell stands in a function or a class."""
     return any(
-        isinstance(node, ast.ClassDef | _Defining) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        isinstance(node, Definition) and node.lineno <= line <= (node.end_lineno or node.lineno)
         for node in ast.walk(tree_of(cell))
     )
 

@@ -12,19 +12,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from oomdoctor.program import words
+from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, root_of, target_names, uses
 
-Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 _TRIES: Final = (ast.Try, ast.TryStar)
-_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 
 
 def loop_at(tree: ast.AST, line: int) -> Loop | None:
     """Return the loop that begins on ``line``."""
-    return next((node for node in ast.walk(tree) if isinstance(node, _LOOPS) and node.lineno == line), None)
+    return next((node for node in ast.walk(tree) if isinstance(node, Loop) and node.lineno == line), None)
 
 
 def reads(node: ast.AST) -> set[str]:
@@ -65,7 +64,7 @@ class Flow:
         of_graphs: a graph is followed, which code under ``no_grad`` does not make; else the values themselves.
         errs_to_yes: what may keep a graph counts, as what is handed to an unknown function that is called for its
             effect; else only what is seen to.
-        spreads: returns names, with further ones that carry it where a node runs while these do.
+        adds: returns names that carry it from a statement on, whatever they are bound to there.
     """
 
     makes: Callable[[ast.Call], bool] = lambda _: False
@@ -73,7 +72,7 @@ class Flow:
     drops: Collection[str] = words.PLAIN_ATTRIBUTES
     of_graphs: bool = True
     errs_to_yes: bool = False
-    spreads: Callable[[ast.AST, set[str]], set[str]] = lambda _, names: names
+    adds: Callable[[ast.AST], set[str]] = lambda _: set()
 
     def carries(self, value: ast.expr, names: set[str], *, gradless: bool = False) -> bool:
         """Whether ``value`` has a graph if ``names`` have one; ``gradless``: no new graph is made there."""
@@ -178,23 +177,18 @@ class Way:
         return self.flow.carries(value, names, gradless=self._gradless)
 
     def _meet(self, node: ast.AST, names: set[str]) -> set[str]:
-        found = self.flow.spreads(node, self.flow.spread([node], names, gradless=self._gradless))
+        found = self.flow.spread([node], names | self.flow.adds(node), gradless=self._gradless)
         before = self._met.get(id(node), (node, set(), False))[1]
         self._met[id(node)] = node, before | found, self._gradless
         self.ever |= found
         return found
 
     def _statement(self, node: ast.stmt, names: set[str]) -> set[str]:
-        if isinstance(node, _LOOPS):
+        if isinstance(node, Loop):
             return self._loop(node, names)
         if isinstance(node, ast.If):
             names = self._meet(node.test, names)
             return self._block(node.body, names) | self._block(node.orelse, names)
-        if isinstance(node, ast.Match):
-            names = self._meet(node.subject, names)
-            if self._has(node.subject, names):
-                names = names | {name for part in ast.walk(node) for name in names_captured(part)}
-            return names.union(*(self._block(case.body, names) for case in node.cases))
         if isinstance(node, ast.With | ast.AsyncWith):
             return self._with(node, names)
         if isinstance(node, _TRIES):
@@ -212,7 +206,7 @@ class Way:
         bound = {name for found, has in by_value if not has for name in found}
         return bound - {name for found, has in by_value if has for name in found}
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, names: set[str]) -> set[str]:
+    def _loop(self, node: Loop, names: set[str]) -> set[str]:
         outside, self._jumped = self._jumped, set()
         head = set(names)
         entered: set[str] | None = None
@@ -309,8 +303,6 @@ def bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             for name in names_in(ast.Module(body=node.body, type_ignores=[])) - parameters_of(node):
                 yield {node.name}, ast.Name(name, ast.Load())
-        case ast.Match(subject=subject):
-            yield {name for part in ast.walk(node) for name in names_captured(part)}, subject
         case ast.Call(func=ast.Attribute(value=base, attr=method)) if _is_filling(method):
             for value in (*node.args, *(keyword.value for keyword in node.keywords)):
                 yield {root_of(base)}, value
@@ -331,13 +323,6 @@ def fed(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
                 yield {root_of(other) for other in (call.func, *given) if other is not value}, value
 
 
-def names_captured(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a pattern of ``match`` binds."""
-    name = node.rest if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
-    if isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping) and name is not None:
-        yield name
-
-
 def names_set(target: ast.expr) -> Iterator[str]:
     """Yield the names that an assignment to ``target`` binds or fills."""
     yield from target_names(target)
@@ -349,43 +334,11 @@ def names_set(target: ast.expr) -> Iterator[str]:
 def stored_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield the attributes and items that a node sets and the containers that it fills, with what goes there."""
     match node:
-        case ast.Assign(targets=targets, value=value):
-            pairs = [pair for one in targets for pair in _taken_apart(one, value)]
-        case ast.AugAssign(target=written, value=value):
-            pairs = [(written, value)]
         case ast.Call(func=ast.Attribute(value=base, attr=method)) if method in words.FILLS:
             yield from ((base, value) for value in (*node.args, *(keyword.value for keyword in node.keywords)))
-            return
+        case ast.AugAssign(target=ast.Subscript() | ast.Attribute() as written, value=value):
+            yield written, value
         case _:
-            return
-    for target, value in pairs:
-        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        yield from ((part, value) for part in parts if isinstance(part, ast.Subscript | ast.Attribute))
-
-
-def names_filled(node: ast.AST) -> Iterator[str]:
-    """Yield the names of what a node changes in place."""
-    match node:
-        case ast.Assign():
-            yield from (root_of(part) for part, _ in stored_in(node))
-        case ast.AugAssign(target=target):
-            yield root_of(target)
-        case ast.Call(func=ast.Attribute(value=base, attr=method)) if _is_filling(method):
-            yield root_of(base)
-        case _:
-            yield from (name for names, _ in fed(node) for name in names)
-
-
-def parts_of(value: ast.expr) -> Iterator[str]:
-    """Yield the names of what an expression is, is a part of, or has as a part."""
-    match value:
-        case ast.Name() | ast.Attribute() | ast.Subscript():
-            yield root_of(value)
-        case ast.Call(func=ast.Attribute(attr="get" | "setdefault") as called):
-            yield root_of(called)
-        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
-            yield from (name for part in parts for name in parts_of(part))
-        case ast.IfExp(body=one, orelse=other):
-            yield from (*parts_of(one), *parts_of(other))
-        case ast.NamedExpr(target=target, value=inner):
-            yield from (target.id, *parts_of(inner))
+            for target, value in assigned(node):
+                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                yield from ((part, value) for part in parts if isinstance(part, ast.Subscript | ast.Attribute))

@@ -12,16 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Final, TypeAlias
+from typing import Final
 
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
 from oomdoctor.program import words
-from oomdoctor.program.dataflow import Loop
-from oomdoctor.program.magics import MaskedCell, mask, tree_of
+from oomdoctor.program.magics import Definition, Function, Loop, MaskedCell, mask, tree_of
 from oomdoctor.program.names import arguments_of, blocks_of, bound_by, call_name, imported, imports_in, own_nodes
-
-FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 _LONGEST: Final = 72
 
@@ -36,7 +33,7 @@ class Scope:
     """
 
     cell: int
-    function: FunctionNode | None
+    function: Function | None
     body: tuple[ast.stmt, ...]
     name: str = ""
     file: str | None = None
@@ -146,7 +143,7 @@ def read(cells: Cells) -> Program:
         scopes=tuple(scopes),
         running=running,
         masked=masked,
-        arguments={scope.name: _arguments(scope.function, scopes) for scope in functions if scope.function},
+        arguments={scope.name: _arguments(scope, scopes) for scope in functions},
         other_names=other_names,
         aliases=frozenset(
             name
@@ -165,9 +162,9 @@ def _is_file_of(home: str, module: Cell) -> bool:
 def statements(body: Iterable[ast.stmt], loops: tuple[Loop, ...] = (), gradless: bool = False) -> Iterator[Statement]:
     """Yield the simple statements of ``body``, not going into functions and classes defined there."""
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Definition):
             continue
-        within = (*loops, node) if isinstance(node, ast.For | ast.AsyncFor | ast.While) else loops
+        within = (*loops, node) if isinstance(node, Loop) else loops
         off = gradless or (isinstance(node, ast.With | ast.AsyncWith) and any(map(is_gradless, node.items)))
         blocks = blocks_of(node)
         for block in blocks:
@@ -197,21 +194,14 @@ def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     )
 
 
-def place(scope: Scope, node: ast.stmt | ast.expr) -> str:
-    """Return where a piece of code stands, and its text: ``In[3] line 7: loss.backward()``."""
-    home = scope.file or (f"In[{scope.cell}]" if scope.cell else "")
-    where = f"{home} line {node.lineno}".lstrip()
-    return f"{where}: {short(ast.unparse(node))}"
-
-
 def site(kind: str, scope: Scope, node: ast.stmt | ast.expr, names: Iterable[str] = ()) -> Site:
-    """Return where ``node`` of ``scope`` stands."""
+    """Return where ``node`` of ``scope`` stands, with the first line of its text."""
     return Site(
         kind=kind,
         cell=scope.cell,
         line=node.lineno,
         end_line=node.end_lineno or node.lineno,
-        text=short(ast.unparse(node)),
+        text=short(ast.unparse(node).partition("\n")[0]),
         names=tuple(names),
         file=scope.file,
     )
@@ -223,12 +213,12 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def _bound(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, FunctionNode | None]]:
+def _bound(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Function | None]]:
     """Yield what the statements bind at their level; None for what hides an earlier function by something else."""
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Function):
             yield prefix + node.name, node
-            for inner in (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)):
+            for inner in (one for one in node.body if isinstance(one, Function)):
                 yield f"{prefix}{node.name}.<locals>.{inner.name}", inner
         elif isinstance(node, ast.ClassDef):
             yield from _bound(node.body, f"{node.name}.")
@@ -244,7 +234,7 @@ def _reached(failing: int, scopes: list[Scope], other_names: Mapping[str, str]) 
     done: list[Scope] = []
     while waiting:
         scope = waiting.pop(0)
-        if any(scope is other for other in done):
+        if scope in done:
             continue
         done.append(scope)
         called = {call_name(node).rpartition(".")[2] for node in own_nodes(scope.body) if isinstance(node, ast.Call)}
@@ -253,13 +243,14 @@ def _reached(failing: int, scopes: list[Scope], other_names: Mapping[str, str]) 
     return tuple(done)
 
 
-def _arguments(function: FunctionNode, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
+def _arguments(of: Scope, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
+    """Return what stands for each parameter of a function in all its calls; of ``__init__``, where objects are made."""
+    called = of.owner if of.tail == "__init__" else of.tail
     seen: dict[str, set[str]] = {}
-    for scope in scopes:
-        for call in own_nodes(scope.body):
-            if isinstance(call, ast.Call) and call_name(call).rpartition(".")[2] == function.name:
-                for parameter, value in arguments_of(call, function).items():
-                    seen.setdefault(parameter, set()).add(ast.unparse(value))
+    for node in (node for scope in scopes for node in own_nodes(scope.body)):
+        if of.function is not None and isinstance(node, ast.Call) and call_name(node).rpartition(".")[2] == called:
+            for parameter, value in arguments_of(node, of.function).items():
+                seen.setdefault(parameter, set()).add(ast.unparse(value))
     return tuple((parameter, texts.pop()) for parameter, texts in seen.items() if len(texts) == 1)
 
 
@@ -300,7 +291,7 @@ class Call:
     @property
     def place(self) -> str:
         """Where it stands, and its text: ``In[3] line 7: loss.backward()``."""
-        return place(self._scope, self._node)
+        return str(site("call", self._scope, self._node))
 
     @property
     def text(self) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from oomdoctor.program import words
-from oomdoctor.program.dataflow import Flow, Way, assigned, names_filled, names_set, parts_of, stored_in
+from oomdoctor.program.dataflow import Flow, Way, assigned, names_set, stored_in
 from oomdoctor.program.definitions import Program, Scope, with_gradients
-from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored, target_names
+from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored
 from oomdoctor.program.training_loops import called_like_a_model
 
 _BY_TEXT: Final = frozenset({"eval", "exec", "globals", "locals"})
@@ -106,7 +107,6 @@ class Graphs:
         self._program, self.models = program, ModelCalls(program, kinds, by_parts=by_parts)
         self.forwards = [s for s in program.scopes if s.name.endswith(".forward")]
         self.trains = any(_is_marked(node) for scope in program.scopes for node in own_nodes(scope.body))
-        self._groups: dict[Scope, dict[str, set[str]]] = {}
         self._giving = set[str]()
         functions = [one for one in program.scopes if one.function is not None and not one.disables_grad]
         while more := {
@@ -117,7 +117,7 @@ class Graphs:
     def way(self, scope: Scope, within: Iterable[ast.AST], *, errs_to_yes: bool = True) -> Way:
         """Return the way of the graphs through ``scope`` that models make ``within`` a part of it."""
         makes = self._making(scope, set(map(id, with_gradients(within))))
-        return (self._flow(scope, makes) if errs_to_yes else Flow(makes=makes)).through(scope.body)
+        return (replace(_PLAIN, makes=makes) if errs_to_yes else Flow(makes=makes)).through(scope.body)
 
     def _making(self, scope: Scope, inside: set[int]) -> Callable[[ast.Call], bool]:
         def makes(call: ast.Call) -> bool:
@@ -125,23 +125,6 @@ class Graphs:
             return known and id(call) in inside
 
         return makes
-
-    def _flow(
-        self,
-        scope: Scope,
-        makes: Callable[[ast.Call], bool] = lambda _: False,
-        adds: Callable[[ast.AST], set[str]] = lambda _: set(),
-    ) -> Flow:
-        """Return a flow that errs to yes; what ``adds`` names carries a graph from a statement on."""
-        alike = self._alike(scope)
-
-        def spreads(node: ast.AST, names: set[str]) -> set[str]:
-            names = names | adds(node)
-            names = _PLAIN.spread([node], names | {name for name, read in self._globals_read if read & names})
-            filled = {root for part in own_nodes([node]) for root in names_filled(part)} & names
-            return names.union(*(alike.get(name, set()) for name in filled))
-
-        return Flow(makes=makes, stops=_stops, errs_to_yes=True, spreads=spreads)
 
     def takes_gradient(self, body: Iterable[ast.AST]) -> bool:
         """Whether ``body`` takes a gradient, or anything that it calls does or may."""
@@ -190,11 +173,10 @@ class Graphs:
 
         def made(part: ast.AST) -> set[str]:
             """Return what a statement makes of anything: it may have had a graph from before."""
-            nodes = list(own_nodes([part])) if id(part) in inside and isinstance(part, ast.stmt) else []
-            free = {name for one in nodes for name in names_in(one)} - stored(nodes)
-            return _PLAIN.spread(nodes[:1], (), free)
+            is_met = id(part) in inside and isinstance(part, ast.stmt)
+            return _PLAIN.spread([part], (), read_first([part], loops_run=False)) if is_met else set()
 
-        way = self._flow(scope, self._making(scope, inside), made).through(scope.body)
+        way = replace(_PLAIN, makes=self._making(scope, inside), adds=made).through(scope.body)
         return self._stores(self.called([node])) or self._is_differentiated(scope, way)
 
     def is_trained_through(self, scope: Scope, name: str, fill: ast.stmt) -> bool:
@@ -202,13 +184,13 @@ class Graphs:
 
         It may be, later, where another name stays bound to something made of it, and where a caller has it.
         """
-        ways = [(scope, self._flow(scope, adds=lambda node: {name} if node is fill else set()).through(scope.body))]
+        ways = [(scope, replace(_PLAIN, adds=lambda node: {name} if node is fill else set()).through(scope.body))]
         if scope.function is not None and name in parameters_of(scope.function):
             return True
         nodes = list(own_nodes(scope.body))
         if scope.function is None or name not in stored(nodes) - _outer(nodes):
             others = [one for one in self._program.scopes if one is not scope and name in read_first(one.body)]
-            ways += [(one, self._flow(one).through(one.body, {name})) for one in others]
+            ways += [(one, _PLAIN.through(one.body, {name})) for one in others]
         left = any(_is_bound(way, way.now - {name}) for one, way in ways if one.function is None)
         return left or any(self._is_differentiated(one, way, name) for one, way in ways)
 
@@ -224,7 +206,7 @@ class Graphs:
             return _gives(way)
         others = [one for one in self._program.scopes if one.function is None and one is not scope and elsewhere]
         return any(
-            self._is_differentiated(one, self._flow(one).through(one.body, live), kept, elsewhere=False)
+            self._is_differentiated(one, _PLAIN.through(one.body, live), kept, elsewhere=False)
             for one in others
             if (live := way.ever & read_first(one.body))
         )
@@ -246,27 +228,6 @@ class Graphs:
                     return True
                 return any(way.flow.carries(part, names) for part in parts)
         return False
-
-    @cached_property
-    def _globals_read(self) -> list[tuple[str, set[str]]]:
-        """The functions of the cells, with the names from outside that they, and what they call, read."""
-        functions = [one for one in self._program.scopes if one.tail]
-        return [(one.tail, set().union(*map(_free, [one, *self.called(one.body)]))) for one in functions]
-
-    def _alike(self, scope: Scope) -> dict[str, set[str]]:
-        """Return the names, of the scope, that may stand for one container, or for it and its part."""
-        if scope not in self._groups:
-            scopes = [one for one in self._program.scopes if one.function is None] if not scope.tail else [scope]
-            groups = self._groups[scope] = dict[str, set[str]]()
-            nodes = [node for one in scopes for node in own_nodes(one.body)]
-            same = [{*names_set(target), *parts_of(value)} for node in nodes for target, value in assigned(node)]
-            same += [
-                set(target_names(*node.targets)) for node in nodes if isinstance(node, ast.Assign) and node.targets[1:]
-            ]
-            for names in same:
-                joined = names.union(*(groups.get(name, set()) for name in names))
-                groups |= dict.fromkeys(joined, joined)
-        return self._groups[scope]
 
 
 @lru_cache(maxsize=4)

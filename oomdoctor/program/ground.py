@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
-from oomdoctor.model.session import Standing
 from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.definitions import Program, Scope, is_gradless
+from oomdoctor.program.magics import Definition, Function, Loop
 from oomdoctor.program.names import (
     call_name,
     free_names,
@@ -31,11 +31,10 @@ from oomdoctor.program.names import (
     own_nodes,
     read_first,
     root_of,
+    stored,
     target_names,
 )
 
-_FOUND_BY_NAME: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
 _REPEATING: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
@@ -82,9 +81,9 @@ def _back(body: Iterable[ast.stmt], needed: set[str], definitions: Mapping[str, 
         reads = set[str]()
         if isinstance(node, ast.For | ast.AsyncFor) and not needed.isdisjoint(target_names(node.target)):
             reads |= loaded(node.iter)
-        parts = [*node.body, *node.orelse] if isinstance(node, _LOOPS) else [node]
+        parts = [*node.body, *node.orelse] if isinstance(node, Loop) else [node]
         changed = (name for part in parts for name in _changed(part))
-        if not isinstance(node, _FOUND_BY_NAME) and not (needed | reads).isdisjoint(changed):
+        if not isinstance(node, Definition | ast.Import | ast.ImportFrom) and not (needed | reads).isdisjoint(changed):
             kept.insert(0, node)
             needed -= set(target_names(*node.targets)) if isinstance(node, ast.Assign) else set()
             reads |= read_first([node])
@@ -100,7 +99,7 @@ def _definitions(program: Program) -> dict[str, ast.stmt]:
         for scope in program.scopes
         if scope.function is None
         for node in own_nodes(scope.body)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if isinstance(node, Definition)
     }
 
 
@@ -143,14 +142,14 @@ def unreached(
     program: Program,
     line: int | None,
     running: Collection[tuple[int, int]],
-    standing: Mapping[tuple[int, int], Standing],
+    unbound: Mapping[tuple[int, int], AbstractSet[str]],
 ) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
     Args:
         line: of the failing cell; None where it is not known, so that all of it may have run.
         running: ``(cell, line)`` of all that was running.
-        standing: where each of these stood.
+        unbound: names of each of these that nothing had bound yet.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or program.magic_at(line) is not None:  # a magic may show an error and go on
@@ -161,19 +160,18 @@ def unreached(
     if len(ran[top]) > 1:
         return frozenset()  # an error that was caught and raised again has two lines
     lines = {scope: min(ran[scope]) for scope in program.running if len(ran.get(scope, ())) == 1}
-    stood = {scope: standing[scope.cell, at] for scope, at in lines.items() if (scope.cell, at) in standing}
-    unmade = {one: _never_bound(one, stood[one].unbound if one in stood else ()) for one in lines}
+    unmade = {scope: _never_bound(scope, unbound.get((scope.cell, at), ())) for scope, at in lines.items()}
     while True:
-        rest = (one for scope, at in lines.items() for one in _behind(scope.body, at, unmade[scope]))
-        behind = {id(node) for one in rest for node in ast.walk(one)}
-        callers = _callers(program, top, behind, {scope: one.own for scope, one in stood.items()})
+        rest = (node for scope, at in lines.items() for node in _behind(scope.body, at, unmade[scope]))
+        behind = {id(part) for node in rest for part in ast.walk(node)}
+        callers = _callers(program, top, behind)
         many = [one for one in lines if one is not top and not _is_called_once(callers.get(one, []), lines, unmade)]
         if not many:
             break
-        for one in many:
-            del lines[one]
+        for scope in many:
+            del lines[scope]
     never = [scope for scope in program.running if scope is not top and scope not in callers]
-    return frozenset(behind | {id(node) for scope in never for one in scope.body for node in ast.walk(one)})
+    return frozenset(behind | {id(part) for scope in never for node in scope.body for part in ast.walk(node)})
 
 
 def lines_among(program: Program, nodes: Collection[int]) -> set[tuple[int, int]]:
@@ -205,7 +203,7 @@ def _home(program: Program, cell: int, line: int) -> Scope | None:
     return max(found, key=lambda scope: scope.body[0].lineno, default=None)
 
 
-def _never_bound(scope: Scope, unbound: Collection[str]) -> frozenset[str]:
+def _never_bound(scope: Scope, unbound: Iterable[str]) -> frozenset[str]:
     """Return those of some names that are not bound, and that nothing deletes."""
     nodes = [node for one in scope.body for node in ast.walk(one)]
     deleted = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)}
@@ -214,7 +212,7 @@ def _never_bound(scope: Scope, unbound: Collection[str]) -> frozenset[str]:
 
 
 def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Iterator[ast.stmt]:
-    """Yield the statements that are run after the one with the line, if it does not fail, or were passed by before.
+    """Yield the statements that are run after the one with the line, if it does not fail.
 
     Args:
         unbound: names that nothing has bound yet.
@@ -223,7 +221,6 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
     at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
     if at is None:
         return
-    yield from _passed_by(waiting[:at], unbound)
     now = waiting[at]
     if isinstance(now, ast.If):
         for block, other in ((now.body, now.orelse), (now.orelse, now.body)):
@@ -231,7 +228,7 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
                 yield from other
                 yield from _behind(block, line, unbound)
     elif (isinstance(now, ast.Try) and any(line in lines_of(one) for one in now.body)) or (
-        isinstance(now, _LOOPS) and _is_first_round(now, line, unbound)
+        isinstance(now, Loop) and _is_first_round(now, line, unbound)
     ):
         yield from now.orelse
         yield from _behind(now.body, line, unbound)
@@ -242,18 +239,7 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
     yield from waiting[at + 1 :]
 
 
-def _passed_by(done: Iterable[ast.stmt], unbound: frozenset[str]) -> Iterator[ast.stmt]:
-    """Yield the blocks within statements that have ended that were not run: one binds a name that is not bound."""
-    for node in done:
-        for block in (node.body, node.orelse) if isinstance(node, (ast.If, *_LOOPS)) else ():
-            is_left = any(isinstance(inner, ast.Break | ast.Continue) for one in block for inner in ast.walk(one))
-            if not is_left and any(not unbound.isdisjoint(_always_bound(one)) for one in block):
-                yield from block
-            else:
-                yield from _passed_by(block, unbound)
-
-
-def _is_first_round(loop: ast.For | ast.AsyncFor | ast.While, line: int, unbound: frozenset[str]) -> bool:
+def _is_first_round(loop: Loop, line: int, unbound: frozenset[str]) -> bool:
     """Return whether no round of a loop has ended: from the line on, each binds a name that is not bound."""
     at = next((at for at, one in enumerate(loop.body) if line in lines_of(one)), None)
     for one in [] if at is None else loop.body[at:]:
@@ -270,21 +256,11 @@ def _always_bound(node: ast.stmt) -> Iterator[str]:
         yield from (name for one in node.body for name in _always_bound(one))
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        yield from (one.id for target in targets for one in ast.walk(target) if _is_stored(one))
+        yield from stored(part for target in targets for part in ast.walk(target))
 
 
-def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-
-
-def _callers(
-    program: Program, top: Scope, behind: Collection[int], own: Mapping[Scope, Mapping[str, frozenset[str]]]
-) -> dict[Scope, list[Scope]]:
-    """Return the functions that are named in what may have run, each with the scope of each place.
-
-    Args:
-        own: what the objects that are named in the scopes which are running do not have from a library.
-    """
+def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[Scope]]:
+    """Return the functions that are named in what may have run, each with the scope of each place."""
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
@@ -294,22 +270,16 @@ def _callers(
     while waiting:
         scope = waiting.pop()
         for node in _nodes(scope.body, behind):
-            for one in named.get(_named(node, program, own.get(scope, {})), []):
-                if one not in found:
-                    waiting.append(one)
-                found.setdefault(one, []).append(scope)
+            for function in named.get(_named(node, program), []):
+                if function not in found:
+                    waiting.append(function)
+                found.setdefault(function, []).append(scope)
     return found
 
 
-def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -> str:
-    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself.
-
-    Nothing where the method is seen to be a library's.
-    """
+def _named(node: ast.AST, program: Program) -> str:
+    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself."""
     if isinstance(node, ast.Attribute):
-        base = call_name(node.value)
-        if base in own and node.attr not in own[base]:
-            return ""
         is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
         return node.attr if is_of_module else f".{node.attr}"
     return node.id if isinstance(node, ast.Name) and node.id not in program.aliases else ""
@@ -318,7 +288,7 @@ def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -
 def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST]:
     """Yield the nodes of a scope of its own, without what was not reached."""
     for node in body:
-        if id(node) not in behind and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if id(node) not in behind and not isinstance(node, Function):
             yield node
             yield from _nodes(ast.iter_child_nodes(node), behind)
 
@@ -334,7 +304,7 @@ def _repeats(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> bo
     nodes = (node for one in body for node in ast.walk(one) if isinstance(node, ast.stmt))
     around = [node for node in nodes if line in lines_of(node)]
     inner = ast.walk(around[-1]) if around else ()
-    loops = [node for node in around if isinstance(node, _LOOPS)]
+    loops = [node for node in around if isinstance(node, Loop)]
     return any(not _is_first_round(one, line, unbound) for one in loops) or any(
         isinstance(node, _REPEATING) for node in inner
     )

@@ -15,14 +15,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
-from oomdoctor.program.dataflow import Flow, Loop
-from oomdoctor.program.definitions import Program, Scope, Statement, place, short, statements, with_gradients
+from oomdoctor.program.dataflow import Flow
+from oomdoctor.program.definitions import Program, Scope, Statement, site, statements, with_gradients
 from oomdoctor.program.gradients import Graphs, graphs_of
 from oomdoctor.program.ground import Ground
+from oomdoctor.program.magics import Definition, Loop
 from oomdoctor.program.names import blocks_of, call_name, names_in, own_nodes, root_of
 from oomdoctor.program.training_loops import called_like_a_model
 
@@ -174,7 +175,9 @@ def hooks(program: Program, ground: Ground) -> str | None:
     """
     calls = ((scope, node) for scope in ground.basis for node in own_nodes(scope.body) if isinstance(node, ast.Call))
     registering = (one for one in calls if one[1].args and _HOOK.match(words.last_name(one[1])))
-    return next((place(scope, call) for scope, call in registering if _is_keeping(program, call.args[0])), None)
+    return next(
+        (str(site("hook", scope, call)) for scope, call in registering if _is_keeping(program, call.args[0])), None
+    )
 
 
 def _is_keeping(program: Program, hook: ast.expr) -> bool:
@@ -196,22 +199,20 @@ def _adds(body: list[ast.stmt], given: set[str]) -> bool:
     for met, _ in way.met:
         match met:
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method), args=[*_, value])) if method in words.GATHERS:
-                found = True
+                is_kept = True
             case ast.Assign(targets=[ast.Subscript() | ast.Attribute(), *_], value=value):
-                found = "detach" not in ast.unparse(value)
+                is_kept = "detach" not in ast.unparse(value)
             case _:
                 continue
-        if found and way.carries(met, value) and not _off_device(value):
+        if is_kept and way.carries(met, value) and not _off_device(value):
             return True
     return False
 
 
 _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
-_SPLIT: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)
-_DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_SPLIT: Final = Loop | ast.If | ast.With | ast.AsyncWith | ast.Try
 
-Place = tuple[int, int, int, str]
-"""Cell, first and last line, and source text; of a loop its head."""
+Place: TypeAlias = tuple[Scope, ast.stmt]
 
 
 def undifferentiated(program: Program, kinds: Mapping[str, str], line: int | None = None) -> tuple[Place, ...]:
@@ -249,7 +250,7 @@ class _Search:
     def _of_block(self, scope: Scope, block: Sequence[ast.stmt]) -> Iterator[Place]:
         graphs = self._graphs
         for node in block:
-            if isinstance(node, _DEFINITIONS) or self._is_before(scope, node):
+            if isinstance(node, Definition) or self._is_before(scope, node):
                 continue
             met = list(graphs.models.below(scope, [node]))
             if all(path is None for _, path in met) or (graphs.trains and self._is_for_effect(scope, node)):
@@ -260,12 +261,14 @@ class _Search:
                     yield from self._of_block(scope, inner)
                 for one in self._called(part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)):
                     yield from self.of_scope(one)
-            elif isinstance(node, _SPLIT) or any(where is scope and path for where, path in met):
-                yield _place(scope, node)
+            elif isinstance(node, Loop | ast.If | ast.With | ast.AsyncWith | ast.Try) or any(
+                where is scope and path for where, path in met
+            ):
+                yield scope, node
             else:
                 inside = [place for one in called for place in self.of_scope(one)]
                 apart = inside and all(map(graphs.keeps_to_itself, called))
-                yield from inside if apart else [_place(scope, node)]
+                yield from inside if apart else [(scope, node)]
 
     def _is_for_effect(self, scope: Scope, node: ast.stmt) -> bool:
         """Whether a model is run and its result dropped: what it is run for is not seen."""
@@ -307,10 +310,6 @@ def _suspends(node: ast.stmt) -> bool:
     return any(isinstance(part, ast.Yield | ast.YieldFrom | ast.Await | ast.AsyncFor) for part in ast.walk(node))
 
 
-def _place(scope: Scope, node: ast.stmt) -> Place:
-    return scope.cell, node.lineno, node.end_lineno or node.lineno, short(ast.unparse(node).split("\n", 1)[0])
-
-
 def outliving(
     program: Program, kinds: Mapping[str, str], places: Iterable[Place]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -321,12 +320,7 @@ def outliving(
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
         places: of the code that is never differentiated.
     """
-    graphs = graphs_of(program, kinds, by_parts=True)
-    kept, models = dict[str, None](), dict[str, None]()
-    for number, line, *_ in places:
-        for scope in (one for one in program.scopes if one.cell == number):
-            nodes = (n for n in own_nodes(scope.body) if isinstance(n, ast.stmt) and not isinstance(n, _DEFINITIONS))
-            if (node := next((one for one in nodes if one.lineno == line), None)) is not None:
-                kept |= dict.fromkeys(graphs.leavings(scope, node))
-                models |= {path: None for _, path in graphs.models.below(scope, [node]) if path is not None}
-    return tuple(kept), tuple(models)
+    graphs, places = graphs_of(program, kinds, by_parts=True), [*places]
+    kept = dict.fromkeys(text for place in places for text in graphs.leavings(*place))
+    met = (path for scope, node in places for _, path in graphs.models.below(scope, [node]) if path is not None)
+    return tuple(kept), tuple(dict.fromkeys(met))

@@ -26,13 +26,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from oomdoctor.errors import StateError
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells, shown_path
-from oomdoctor.program.compiled import compile_python, lines_of, source_of, with_inner
-from oomdoctor.program.magics import parsed
+from oomdoctor.program.compiled import compile_python, is_compiled_from, lines_of, source_of, with_inner
+from oomdoctor.program.magics import Definition, Function, parsed
 from oomdoctor.program.names import imported
 
 Compile = Callable[[str, str], CodeType]
@@ -40,7 +40,6 @@ Compile = Callable[[str, str], CodeType]
 
 MAKING: Final = re.compile(r"__(?!call__)\w+__|setup|reset_parameters|extra_repr")
 """Names of methods that run when an object is made, or may."""
-_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ABSENT: Final = object()
 _MOST_MODULES: Final = 16
 _MOST_CHARACTERS: Final = 120_000
@@ -109,19 +108,10 @@ def _running_text(module: ModuleType, file: str) -> str | None:
 
 
 def _is_compiled_from(module: ModuleType, file: str, text: str) -> bool:
-    try:
-        codes = list(with_inner(compile_python(text, file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    known: dict[tuple[str, int], list[CodeType]] = {}
-    for code in codes:
-        known.setdefault((code.co_qualname, code.co_firstlineno), []).append(code)
     values = list(vars(module).values())
-    values += [one for cls in values if isinstance(cls, type) for one in vars(cls).values()]
+    values += [member for cls in values if isinstance(cls, type) for member in vars(cls).values()]
     own = (one.__code__ for one in values if type(one) is FunctionType and one.__globals__ is vars(module))
-    return all(
-        code in known.get((code.co_qualname, code.co_firstlineno), ()) for code in own if code.co_filename == file
-    )
+    return is_compiled_from((code for code in own if code.co_filename == file), text)
 
 
 def why_not(before: str, after: str) -> str | None:
@@ -132,11 +122,11 @@ def why_not(before: str, after: str) -> str | None:
         return "it is not Python"
     defined = _defined_here(old.body)
     was = dict(_loaded(old.body))
-    now = dict(_loaded(one for one in new.body if not _is_definition(one) or one.name in defined))
+    now = dict(_loaded(one for one in new.body if not isinstance(one, Definition) or one.name in defined))
     added = (
         node for text, node in now.items() if text not in was and not isinstance(node, ast.Import | ast.ImportFrom)
     )
-    gone = (node for text, node in was.items() if text not in now and not _is_definition(node))
+    gone = (node for text, node in was.items() if text not in now and not isinstance(node, Definition))
     if (node := next(added, None) or next(gone, None)) is not None:
         return f"line {node.lineno} has run when the module, or an object of it, was made, which would not follow"
     return None
@@ -262,7 +252,7 @@ def _loaded(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, a
             head = [ast.dump(one) for one in (*node.bases, *node.keywords, *node.decorator_list)]
             yield f"class {prefix}{node.name} {head}", node
             yield from _loaded(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, _FUNCTIONS) and not (prefix and MAKING.fullmatch(node.name)):
+        elif isinstance(node, Function) and not (prefix and MAKING.fullmatch(node.name)):
             defaults = filter(None, (*node.args.defaults, *node.args.kw_defaults))
             head = [ast.dump(one) for one in (*node.decorator_list, *defaults)]
             yield f"{type(node)} {prefix}{node.name} {head}", node
@@ -270,12 +260,8 @@ def _loaded(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, a
             yield prefix + ast.dump(node), node
 
 
-def _is_definition(node: ast.stmt) -> TypeGuard[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    return isinstance(node, (ast.ClassDef, *_FUNCTIONS))
-
-
 def _defined_here(body: list[ast.stmt]) -> frozenset[str]:
-    return frozenset(node.name for node in body if _is_definition(node))
+    return frozenset(node.name for node in body if isinstance(node, Definition))
 
 
 def _run_new(module: ModuleType, edit: Edit, make: Compile, back: ExitStack) -> None:

@@ -7,13 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import chain, takewhile
-from typing import Final
 
-from oomdoctor.program.magics import tree_of
-
-_WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
-_LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)
-_INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+from oomdoctor.program.magics import Definition, Function, Loop, tree_of
 
 
 def call_name(node: ast.AST) -> str:
@@ -28,12 +23,12 @@ def call_name(node: ast.AST) -> str:
     return ""
 
 
-def parameters_of(function: ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def parameters_of(function: ast.Lambda | Function) -> set[str]:
     """Return the names of the parameters of ``function``."""
     return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
 
 
-def arguments_of(call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
+def arguments_of(call: ast.Call, function: Function) -> dict[str, ast.expr]:
     """Return what a call passes for the parameters of a function, ``self`` left out, as far as it is written out."""
     args = function.args
     names = [part.arg for part in (*args.posonlyargs, *args.args)]
@@ -58,7 +53,7 @@ def own_nodes(body: Iterable[ast.AST], without: Callable[[ast.AST], bool] = lamb
     for node in body:
         if not without(node):
             yield node
-            if not isinstance(node, _INNER):
+            if not isinstance(node, Definition | ast.Lambda):
                 yield from own_nodes(ast.iter_child_nodes(node), without)
 
 
@@ -88,7 +83,7 @@ def imports_in(source: str) -> frozenset[tuple[str, str]]:
 def bound_otherwise(source: str) -> frozenset[str]:
     """Return the names that a cell binds at its top level by anything but an import."""
     nodes = (node for node in own_nodes(tree_of(source).body) if not isinstance(node, ast.alias))
-    kinds = ast.Name, ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    kinds = ast.Name | ast.ExceptHandler | Definition
     named = (node for node in nodes if isinstance(node, kinds) and not isinstance(getattr(node, "ctx", None), ast.Load))
     return frozenset(node.id if isinstance(node, ast.Name) else str(node.name) for node in named)
 
@@ -96,13 +91,12 @@ def bound_otherwise(source: str) -> frozenset[str]:
 @lru_cache(maxsize=256)
 def all_imports_in(source: str) -> frozenset[tuple[str, str]]:
     """Return the same of all imports of a cell, those in functions included."""
-    return frozenset(pair for part in tree_of(source).body for node in ast.walk(part) for pair in imported(node))
+    return frozenset(pair for node in ast.walk(tree_of(source)) for pair in imported(node))
 
 
 def calls_only(source: str, names: Collection[str]) -> bool:
     """Return whether a cell calls nothing but functions of these names."""
-    nodes = (node for part in tree_of(source).body for node in ast.walk(part))
-    return all(call_name(node) in names for node in nodes if isinstance(node, ast.Call))
+    return all(call_name(node) in names for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call))
 
 
 class FirstUse(Enum):
@@ -145,8 +139,8 @@ def read_first(body: Iterable[ast.AST], *, loops_run: bool = True, all_run: bool
 
 def loaded(*nodes: ast.AST) -> set[str]:
     """Return the names that are read anywhere within nodes."""
-    inner = (part for node in nodes for part in ast.walk(node))
-    return {part.id for part in inner if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+    names = (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Load)}
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
@@ -156,7 +150,7 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
 
 def free_names(node: ast.AST) -> set[str]:
     """Return the names that a statement or a definition finds outside of itself, or sets there."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(node, Function):
         inside = list(ast.walk(node))
         own = {one.id for one in inside if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
         changed = {name for one in inside if isinstance(one, ast.Global) for name in one.names}
@@ -186,22 +180,17 @@ def bound_names(source: str) -> frozenset[str]:
 
 def first_assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
     """Return the first assignment of a cell's top level that binds each name."""
-    found: dict[str, ast.Assign | ast.AnnAssign] = {}
-    for node in own_nodes(tree_of(source).body):
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            found = dict.fromkeys(stored(ast.walk(node)), node) | found
-    return found
+    nodes = [node for node in own_nodes(tree_of(source).body) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return {name: node for node in reversed(nodes) for name in stored(ast.walk(node))}
 
 
 @lru_cache(maxsize=1024)
 def loop_targets(source: str) -> frozenset[str]:
     """Return the names that the loops at the top level of a cell bind to items: ``layers[at]``, ``next(layers)``."""
     loops, assigned = _of_loops(source)
-    targets: list[ast.AST] = [loop.target for loop in loops if not isinstance(loop, ast.While)]
-    for node in assigned:
-        if isinstance(node.value, ast.Subscript) or call_name(node.value) == "next":
-            targets += node.targets
-    return frozenset(stored(node for target in targets for node in ast.walk(target)))
+    items = [node for node in assigned if isinstance(node.value, ast.Subscript) or call_name(node.value) == "next"]
+    heads = (loop.target for loop in loops if not isinstance(loop, ast.While))
+    return frozenset(target_names(*heads, *(target for node in items for target in node.targets)))
 
 
 @lru_cache(maxsize=64)
@@ -210,17 +199,13 @@ def loop_results(source: str) -> frozenset[str]:
 
     What a call was given by that name, it may return.
     """
-    made: set[str] = set()
-    for node in _of_loops(source)[1]:
-        names = stored(each for target in node.targets for each in ast.walk(target))
-        read = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
-        made |= {name for name in names if isinstance(node.value, ast.Call) and name not in read}
-    return frozenset(made)
+    made = [node for node in _of_loops(source)[1] if isinstance(node.value, ast.Call)]
+    return frozenset(name for node in made for name in {*target_names(*node.targets)} - names_in(node.value))
 
 
-def _of_loops(source: str) -> tuple[list[ast.For | ast.AsyncFor | ast.While], list[ast.Assign]]:
+def _of_loops(source: str) -> tuple[list[Loop], list[ast.Assign]]:
     """Return the loops at the top level of a cell, and the assignments in their bodies."""
-    loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, Loop)]
     nodes = [node for loop in loops for node in own_nodes(loop.body)]
     return loops, [node for node in nodes if isinstance(node, ast.Assign)]
 
@@ -228,17 +213,13 @@ def _of_loops(source: str) -> tuple[list[ast.For | ast.AsyncFor | ast.While], li
 @lru_cache(maxsize=64)
 def read_names(source: str) -> frozenset[str]:
     """Return every name that the cell mentions to read or delete, functions that it defines included."""
-    return frozenset(
-        node.id
-        for statement in tree_of(source).body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)
-    )
+    names = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Name))
+    return frozenset(name.id for name in names if not isinstance(name.ctx, ast.Store))
 
 
 def bound_by(node: ast.AST) -> Iterator[str]:
     """Yield the names that a node binds at its level."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, Definition):
         yield node.name
         return
     if isinstance(node, ast.Lambda):
@@ -256,7 +237,7 @@ def bound_by(node: ast.AST) -> Iterator[str]:
 def _events(body: Iterable[ast.AST], loops_run: bool) -> Iterator[tuple[str, FirstUse | None]]:
     """Yield uses in the order of execution; a binding that may not happen is None."""
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Definition):
             yield from _reads(node)
             yield node.name, FirstUse.BINDS
             continue
@@ -264,13 +245,17 @@ def _events(body: Iterable[ast.AST], loops_run: bool) -> Iterator[tuple[str, Fir
         if isinstance(node, ast.For | ast.AsyncFor):
             heads = [node.iter, node.target]
         elif blocks:
-            heads = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _WITH_BLOCKS)]
+            heads = [
+                child
+                for child in ast.iter_child_nodes(node)
+                if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case)
+            ]
         for head in heads:
             yield from _reads(head)
             if isinstance(head, ast.AugAssign):
                 yield from ((one.id, FirstUse.READS) for one in ast.walk(head.target) if isinstance(one, ast.Name))
             yield from ((name, FirstUse.BINDS) for name in bound_by(head))
-        is_sure = isinstance(node, ast.With | ast.AsyncWith) or (loops_run and isinstance(node, _LOOPS))
+        is_sure = isinstance(node, ast.With | ast.AsyncWith) or (loops_run and isinstance(node, Loop))
         bound = list[set[str]]()
         for block in blocks:
             bound.append(set())

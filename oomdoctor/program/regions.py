@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.magics import Definition, Function, Loop
 from oomdoctor.program.names import blocks_of, read_first, target_names
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.With, ast.AsyncWith)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,15 +37,15 @@ class Region:
         return self.block[self.start : self.end]
 
     @property
-    def function(self) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    def function(self) -> Function | None:
         """The innermost function that the region stands in, None at the top level of a cell."""
-        return next((node for node in reversed(self.path) if isinstance(node, _FUNCTIONS)), None)
+        return next((node for node in reversed(self.path) if isinstance(node, Function)), None)
 
     @property
-    def loop(self) -> ast.For | ast.AsyncFor | ast.While | None:
+    def loop(self) -> Loop | None:
         """The loop that runs the region once for each turn, None where the region's function has none around it."""
         for node in reversed(self.path):
-            if isinstance(node, _LOOPS):
+            if isinstance(node, Loop):
                 return node
             if not isinstance(node, _BRANCHES):
                 return None
@@ -58,10 +57,10 @@ class Region:
         used = _read(self.block[self.end :])
         inner: Sequence[ast.stmt] = self.block
         for node in reversed(self.path):
-            if isinstance(node, _LOOPS):
+            if isinstance(node, Loop):
                 again = _read([ast.Expr(node.test), *inner] if isinstance(node, ast.While) else inner)
                 used |= again if isinstance(node, ast.While) else again - {*target_names(node.target)}
-            if isinstance(node, (*_FUNCTIONS, ast.Module)):
+            if isinstance(node, Function | ast.Module):
                 break
             outer = self.path[self.path.index(node) - 1]
             for block in blocks_of(outer):
@@ -130,8 +129,8 @@ def _blocks(
         yield path, block
     named = {part.id for node in block for part in ast.walk(node) if isinstance(part, ast.Name)}
     for node in block:
-        if isinstance(node, _FUNCTIONS) and node.name in named:
+        if isinstance(node, Function) and node.name in named:
             yield from _blocks((*path, node), node.body)
-        elif not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        elif not isinstance(node, Definition):
             for inner in blocks_of(node):
                 yield from _blocks((*path, node), inner)

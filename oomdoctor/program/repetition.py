@@ -23,7 +23,8 @@ from typing import Any, Final, NamedTuple, TypeGuard
 from oomdoctor.program import words
 from oomdoctor.program.definitions import Program, Scope, short
 from oomdoctor.program.ground import Ground
-from oomdoctor.program.names import call_name, imported
+from oomdoctor.program.magics import Function
+from oomdoctor.program.names import call_name, imported, stored
 
 _FUNCTIONS: Final = re.compile(
     r"^(input|raw_input|atexit\.register"
@@ -100,16 +101,15 @@ def not_repeatable(
     anew: list[tuple[int, int, str]] = []
     for scope in followed:
         is_late = scope not in reached or (scope.function is not None and id(scope.body[0]) in ahead)
-        for node, text in (*_python(scope, names), *_held(_defaults(scope), names)):
-            if id(node) in never:
-                continue
-            found = later if is_late or id(node) in ahead else behind
-            found.append((scope.cell, node.lineno, text))
-        calls = (node for node in _nodes(scope.body) if isinstance(node, ast.Call) and _rewrites(node, names))
-        anew += [(scope.cell, call.lineno, short(ast.unparse(call))) for call in calls]
+        effects = [(node, _effects(node, names)) for node in _nodes(scope.body)]
+        once = [node for node, found in effects if "once" in found]
+        for node in (*once, *_held(_defaults(scope), names)):
+            if id(node) not in never:
+                (later if is_late or id(node) in ahead else behind).append(_placed(scope, node))
+        anew += [_placed(scope, node) for node, found in effects if "anew" in found]
     for scope in under.basis:
         if scope.function is None and scope.cell != program.failing:
-            behind += [(scope.cell, node.lineno, text) for node, text in _held(scope.body, names)]
+            behind += [_placed(scope, node) for node in _held(scope.body, names)]
     tops = {scope.cell for scope in program.running if scope.function is None}
     behind += [(number, *command) for number in sorted(tops) for command in _commands(program, number)]
     return Repetition(once=_told(program, behind), ahead=_told(program, later), anew=_told(program, anew))
@@ -118,27 +118,19 @@ def not_repeatable(
 def _never(program: Program, off: Container[str]) -> set[int]:
     """Return the ids of the nodes that stand under a switch that is off."""
     scopes = [scope for scope in program.running if scope.file is None]
-    nodes = [node for scope in scopes for one in scope.body for node in ast.walk(one)]
+    nodes = [node for scope in scopes for part in scope.body for node in ast.walk(part)]
     heads = [scope.function.args for scope in scopes if scope.function is not None]
-    bound = {one.arg for head in (*heads, *nodes) for one in ast.walk(head) if isinstance(one, ast.arg)}
-    bound |= {
-        name
-        for node in nodes
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr)
-        and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False)
-        for name in (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-    }
+    bound = {part.arg for head in (*heads, *nodes) for part in ast.walk(head) if isinstance(part, ast.arg)}
+    switched = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) == "False"]
+    bound |= stored({*nodes}.difference(*(node.targets for node in switched)))
     found = set[int]()
     for node in nodes:
-        parts = node.test.values if isinstance(node, ast.If) and _is_and(node.test) else [getattr(node, "test", None)]
-        switches = [one.id for one in parts if isinstance(one, ast.Name)] if isinstance(node, ast.If) else []
-        if any(name in off and name not in bound for name in switches):
-            found.update(id(inner) for one in node.body for inner in ast.walk(one))  # type: ignore[attr-defined]
+        if isinstance(node, ast.If):
+            test = node.test
+            parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+            if any(isinstance(part, ast.Name) and part.id in off and part.id not in bound for part in parts):
+                found.update(id(inner) for part in node.body for inner in ast.walk(part))
     return found
-
-
-def _is_and(test: ast.expr) -> TypeGuard[ast.BoolOp]:
-    return isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
 
 
 def unseen_write(program: Program) -> str | None:
@@ -277,7 +269,7 @@ def _nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _parts(node: ast.AST) -> Iterable[ast.AST]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(node, Function):
         return node.decorator_list
     if isinstance(node, ast.ClassDef) or _is_dotted(node):
         return ()
@@ -299,16 +291,21 @@ def _defaults(scope: Scope) -> list[ast.expr]:
     return [value for value in (*args.defaults, *args.kw_defaults) if value is not None]
 
 
-def _held(body: Iterable[ast.AST], names: _Names) -> Iterator[tuple[ast.expr, str]]:
+def _held(body: Iterable[ast.AST], names: _Names) -> Iterator[ast.AST]:
     """Yield what code that was run before keeps for later: functions that it mentions, and calls within lambdas."""
     for node in _nodes(body):
-        if isinstance(node, ast.Lambda):
-            yield from ((call, short(ast.unparse(call))) for call in _nodes([node.body]) if _is_once(call, names))
-        elif _is_mention(node, names):
-            yield node, short(ast.unparse(node))
+        inner = _nodes([node.body]) if isinstance(node, ast.Lambda) else ()
+        yield from (call for call in inner if isinstance(call, ast.Call) and "once" in _effects(call, names))
+        if _is_mention(node, names):
+            yield node
 
 
-def _is_mention(node: ast.AST, names: _Names) -> TypeGuard[ast.expr]:
+def _placed(scope: Scope, node: Any) -> tuple[int, int, str]:
+    """Return where a node stands, and its text; of a loop its head."""
+    return scope.cell, node.lineno, short(ast.unparse(node).partition(":\n")[0])
+
+
+def _is_mention(node: ast.AST, names: _Names) -> bool:
     """Return whether a function that is listed is handed over as a value."""
     return (
         isinstance(node, ast.Name | ast.Attribute)
@@ -321,47 +318,37 @@ def _is_mention(node: ast.AST, names: _Names) -> TypeGuard[ast.expr]:
     )
 
 
-def _is_once(node: ast.AST, names: _Names) -> TypeGuard[ast.Call]:
-    """Return whether it is a call that must not be made a second time."""
-    if not isinstance(node, ast.Call):
-        return False
-    consumes = any(_is_iterator(one, names) for one in node.args[:1])
-    return (
-        _is_listed(node, names)
-        or (not names.is_kept and _writes_past_autograd(node))
-        or (consumes and not _CONSUMING.isdisjoint(names.of(call_name(node))))
-    )
+def _effects(node: ast.AST, names: _Names) -> set[str]:
+    """Return ``once`` where what a node does must not be done a second time, ``anew`` where it writes a whole file."""
+    found = set[str]()
+    if isinstance(node, ast.Call):
+        found |= _writing(node, names)
+        consumes = any(_is_iterator(part, names) for part in node.args[:1])
+        found |= {"once"} if consumes and not _CONSUMING.isdisjoint(names.of(call_name(node))) else set()
+    iterates = isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names)
+    is_unseen = not names.is_kept and _writes_past_autograd(node)
+    return found | {"once"} if iterates or is_unseen or _is_mention(node, names) else found
 
 
-def _is_listed(call: ast.Call, names: _Names) -> bool:
+def _writing(call: ast.Call, names: _Names) -> set[str]:
+    """Return the effects of a call by the name of what is called."""
     written = call_name(call) or ast.unparse(call.func)
-    if _is_users_own(written, names):  # what it does is looked at itself
-        return False
-    is_own = any(isinstance(one, ast.Name) and one.id in names.handles for one in call.args[1:2])
-    return any(
-        _METHODS.match(name)
-        or (_REWRITING.match(name) and "a" in _mode(call, name))
-        or (
-            ((_FUNCTIONS.match(name) and not (name.endswith(".dump") and is_own)) or _writes(call, name, anew=False))
-            and (name == written or names.is_function(name))
-        )
-        for name in names.of(written)
-    )
-
-
-def _is_users_own(written: str, names: _Names) -> bool:
-    """Return whether what is called is a method that the program defines, or a function of a module of its own."""
-    return written.rpartition(".")[2] in names.methods or written.partition(".")[0] in names.own_modules
-
-
-def _rewrites(call: ast.Call, names: _Names) -> bool:
-    """Return whether a call writes a file as a whole, in the place of one that is there."""
-    written = call_name(call) or ast.unparse(call.func)
-    return not _is_users_own(written, names) and any(
-        (_REWRITING.match(name) and "a" not in _mode(call, name))
-        or (_writes(call, name, anew=True) and (name == written or names.is_function(name)))
-        for name in names.of(written)
-    )
+    root, _, _ = written.partition(".")
+    if written.rpartition(".")[2] in names.methods or root in names.own_modules:
+        return set()  # the program defines it: what it does is looked at itself
+    found = set[str]()
+    into_own = any(isinstance(part, ast.Name) and part.id in names.handles for part in call.args[1:2])
+    for name in names.of(written):
+        mode, is_function = set(_mode(call, name)), name == written or names.is_function(name)
+        if _REWRITING.match(name):
+            found.add("once" if "a" in mode else "anew")
+        if is_function and _is_opening(name) and mode & set("wax+"):
+            found.add("anew" if "w" in mode else "once")
+        if _METHODS.match(name) or (
+            is_function and _FUNCTIONS.match(name) and not (name.endswith(".dump") and into_own)
+        ):
+            found.add("once")
+    return found
 
 
 def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...]:
@@ -369,19 +356,6 @@ def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...
     files = {scope.cell: Path(scope.file).name for scope in program.scopes if scope.file is not None}
     places = {cell: "" if cell == program.failing else f"{files.get(cell, f'cell {cell}')}, " for cell, _, _ in ordered}
     return tuple(f"{places[cell]}line {line}: `{text}`" for cell, line, text in ordered)
-
-
-def _python(scope: Scope, names: _Names) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    for node in _nodes(scope.body):
-        if _is_once(node, names) or _is_mention(node, names) or _is_unseen(node, names):
-            yield node, short(ast.unparse(node))
-        elif isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names):
-            yield node, short(f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}")
-
-
-def _is_unseen(node: ast.AST, names: _Names) -> TypeGuard[ast.stmt]:
-    """Whether it writes past autograd to a tensor of which no copy is kept."""
-    return isinstance(node, ast.stmt) and not names.is_kept and _writes_past_autograd(node)
 
 
 def _writes_past_autograd(node: ast.AST) -> bool:
@@ -405,12 +379,6 @@ def _leads_past_autograd(value: ast.expr) -> bool:
         if isinstance(value, ast.Attribute) and value.attr in {"numpy", "__array__"}:
             return True
     return False
-
-
-def _writes(call: ast.Call, name: str, *, anew: bool) -> bool:
-    """Return whether a call opens a file to write it anew, or to add to it or change it."""
-    mode = set(_mode(call, name)) if _is_opening(name) else set[str]()
-    return ("w" in mode) if anew else ("w" not in mode and bool(mode & set("ax+")))
 
 
 def _is_opening(name: str) -> bool:

@@ -23,7 +23,7 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.book import SETTINGS, Book, Number, Page, binds, calls, key_of
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import bound, reads
-from oomdoctor.program.magics import mask
+from oomdoctor.program.magics import Definition, Function, mask
 from oomdoctor.program.names import call_name, imported, outside, own_nodes, read_first, root_of
 from oomdoctor.program.rewriting import exchange
 
@@ -42,7 +42,6 @@ LOADERS: Final = re.compile(
 )
 """Calls that only make an object: they draw no random numbers, and running them again leaves nothing behind."""
 
-_DEFINITIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
 
 
@@ -154,7 +153,7 @@ class _Again:
         entries: Mapping[Number, int] = MappingProxyType({}),
     ) -> None:
         self._book, self._makes, self._used_up, self._values = book, makes, used_up, entries
-        self._defining = [node for page in book.pages for node in page.tree.body if isinstance(node, _DEFINITIONS)]
+        self._defining = [node for page in book.pages for node in page.tree.body if isinstance(node, Definition)]
         self._classes = [node for node in self._defining if isinstance(node, ast.ClassDef)]
         self._definitions = {node.name: node for node in self._defining}
         self._needed = _needed(book, self._definitions)
@@ -174,7 +173,7 @@ class _Again:
             if not is_changed and not self._reads_stale(node):
                 self._stale -= _rebound(node)
                 continue
-            defines = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef)
+            defines = isinstance(node, ast.Import | ast.ImportFrom | Function)
             if (is_changed and defines) or self._is_made_anew(node):
                 found.append(ast.get_source_segment(text, node) or ast.unparse(node))
                 self._mark(old, place, node)
@@ -216,7 +215,7 @@ class _Again:
 
     def _mark(self, old: Page, place: int, node: ast.stmt) -> None:
         """Note what is another thing now that ``node`` runs again: all of it, or an entry of settings."""
-        names = {node.name} if isinstance(node, _DEFINITIONS) else bound(node)
+        names = {node.name} if isinstance(node, Definition) else bound(node)
         keys = {_entry_of(number)[1] for number in self._changed_entries(old, place)}
         value = node.value if isinstance(node, ast.Assign) else None
         if isinstance(value, ast.Call) and not keys and any(map(_holds_settings, self._named(call_name(value)))):
@@ -264,7 +263,7 @@ class _Again:
 
     def _reads_now(self, node: ast.stmt) -> set[str]:
         """Return the names that ``node`` reads when it runs: of a function its defaults and decorators alone."""
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Function):
             given = [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.decorator_list]
             return {name for part in given for name in reads(part)}
         if isinstance(node, ast.ClassDef):
@@ -311,7 +310,7 @@ class _Again:
         """Whether ``node``, which is left as it ran, made or changed something that the failing cell needs."""
         if isinstance(node, ast.Import | ast.ImportFrom):
             return False
-        if isinstance(node, _DEFINITIONS):
+        if isinstance(node, Definition):
             return node.name in self._needed
         if isinstance(node, ast.Expr):
             is_lasting = not any(ast.unparse(call.func).endswith(_PASSING) for call in calls(node))
@@ -374,8 +373,8 @@ def _is_update(node: ast.AST) -> bool:
 
 def _only_defines(node: ast.ClassDef) -> bool:
     """Whether a class runs nothing when it is defined but the definitions of its methods."""
-    values = [part for part in node.body if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
-    methods = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    values = [part for part in node.body if not isinstance(part, Function)]
+    methods = [part for part in node.body if isinstance(part, Function)]
     runs = [*node.decorator_list, *(one for part in methods for one in (*part.args.defaults, *part.decorator_list))]
     return not any(any(calls(part)) for part in [*values, *runs])
 

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import words
-from oomdoctor.program.dataflow import Loop
 from oomdoctor.program.definitions import Program, Scope
-from oomdoctor.program.names import arguments_of, call_name, loaded, own_nodes, target_names
+from oomdoctor.program.magics import Definition, Loop
+from oomdoctor.program.names import call_name, loaded, own_nodes, target_names
 from oomdoctor.program.regions import Region
 
 _BARS: Final = frozenset({"enumerate", "tqdm", "tqdm_notebook", "notebook_tqdm", "auto_tqdm", "track", "progress_bar"})
@@ -68,7 +68,7 @@ def _was_running(
     program: Program, scope: Scope, loop: Loop, line: int | None, running: Collection[tuple[int, int]]
 ) -> bool:
     """Whether the loop was under way: one of a function is known not to be where all lines that ran are known."""
-    if not any(scope is one for one in program.running):
+    if scope not in program.running:
         return False
     if line is None or (scope.function is not None and not running):
         return True
@@ -95,7 +95,7 @@ def _loops(program: Program, scope: Scope) -> Iterator[Loop]:
 
 
 def _all_loops(scope: Scope) -> list[Loop]:
-    return [node for node in own_nodes(scope.body) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+    return [node for node in own_nodes(scope.body) if isinstance(node, Loop)]
 
 
 def _events_within(program: Program, loop: Loop, depth: int) -> set[str]:
@@ -106,14 +106,14 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
     arguments = program.given(scope) | dict(_attributes(program, scope))
     roles = _Roles(kinds, arguments)
     events = list(_events(program, loop.body, roles, depth=2))
-    loss, loss_call = _loss(loop, roles)
+    loss, loss_call = _loss(loop)
     return TrainingLoop(
         cell=scope.cell,
         line=loop.lineno,
         file=scope.file,
         end_line=loop.end_lineno,
         function=scope.name or None,
-        in_failing_run=any(scope is running for running in program.running),
+        in_failing_run=scope in program.running,
         loader=ast.unparse(loop.test if isinstance(loop, ast.While) else _taken(scope, loop)[1]),
         batch=_batch(scope, loop),
         models=_unique(text for event, text in events if event == "forward"),
@@ -135,24 +135,14 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
 
 def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
     """Yield ``self.model`` and what stands for it where every object of the class is made: ``model``."""
-    if not (owner := scope.owner):
-        return
-    made = next((one for one in program.scopes if one.name == f"{owner}.__init__"), None)
-    if made is None or made.function is None:
-        return
-    texts = dict[str, set[str]]()
-    for call in (node for one in program.scopes for node in own_nodes(one.body) if isinstance(node, ast.Call)):
-        if call_name(call) == owner:
-            for parameter, value in arguments_of(call, made.function).items():
-                texts.setdefault(parameter, set()).add(ast.unparse(value))
-    for node in own_nodes(made.body):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
-            value = node.value
+    made = next((one for one in program.scopes if scope.owner and one.name == f"{scope.owner}.__init__"), None)
+    for node in own_nodes(made.body) if made is not None else ():
+        if made is not None and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
+            value, given = node.value, program.given(made)
             while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
                 value = value.func.value
-            given_for = texts.get(value.id, set()) if isinstance(value, ast.Name) else set()
-            if len(given_for) == 1:
-                yield ast.unparse(node.targets[0]), next(iter(given_for))
+            if isinstance(value, ast.Name) and value.id in given:
+                yield ast.unparse(node.targets[0]), given[value.id]
 
 
 def _nodes_run(program: Program, body: list[ast.stmt], batch: tuple[str, ...]) -> Iterator[ast.AST]:
@@ -209,7 +199,7 @@ def _event(call: ast.Call, roles: _Roles) -> tuple[str, str] | None:
 def _calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """Yield calls, arguments before what they are passed to."""
     for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if not isinstance(node, Definition | ast.Lambda):
             yield from _calls(ast.iter_child_nodes(node))
             if isinstance(node, ast.Call):
                 yield node
@@ -288,7 +278,7 @@ def _makes_up_batch(value: ast.AST) -> bool:
     return name in {"torch.rand", "torch.randn", "torch.randint"}
 
 
-def _loss(loop: Loop, roles: _Roles) -> tuple[str | None, str | None]:
+def _loss(loop: Loop) -> tuple[str | None, str | None]:
     """Return the name that ``backward`` is called on, and the call that made it."""
     for call in _calls(loop.body):
         receiver, _, method = ast.unparse(call.func).rpartition(".")
@@ -325,40 +315,3 @@ def _accumulates(loop: Loop, roles: _Roles) -> bool:
 
 def _unique(items: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(items))
-
-
-def looped(program: Program, path: str) -> bool:
-    """Return whether a plain loop goes through the loader, and nothing else in the cells begins with it."""
-    found = [_uses(program, scope, path) for scope in program.scopes]
-    return any(loops for loops, _ in found) and not any(others for _, others in found)
-
-
-def _uses(program: Program, scope: Scope, path: str) -> tuple[bool, bool]:
-    """Return whether loops of ``scope`` go through the loader, and whether anything else uses it as a whole."""
-    names = {path, *(name for name, text in program.given(scope).items() if text == path)}
-    nodes = list(own_nodes(scope.body))
-    plain: set[int] = set()
-    loops = False
-    for node in nodes:
-        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            iterated = node.iter
-            while isinstance(iterated, ast.Call) and words.last_name(iterated) in _BARS and iterated.args:
-                iterated = iterated.args[0]
-            loops = loops or ast.unparse(iterated) in names
-            plain.add(id(iterated))
-        plain |= {id(one) for one in _harmless(program, node)}
-    used = (node for node in nodes if isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Load))
-    return loops, any(id(node) not in plain and ast.unparse(node) in names for node in used)
-
-
-def _harmless(program: Program, node: ast.AST) -> Iterator[ast.expr]:
-    """Yield what is only asked for a part, or handed to a function of the cells, which is looked at itself."""
-    if isinstance(node, ast.Attribute):
-        yield node.value
-    if not isinstance(node, ast.Call):
-        return
-    name = call_name(node)
-    if name == "next" and node.args and isinstance(node.args[0], ast.Call) and call_name(node.args[0]) == "iter":
-        yield from node.args[0].args
-    if name == "len" or (name and program.function(name) is not None):
-        yield from (*node.args, *(keyword.value for keyword in node.keywords))

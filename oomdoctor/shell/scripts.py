@@ -287,7 +287,7 @@ def _unreadable(function: Callable[..., Any], text: str) -> str | None:
         return "its source cannot be read"
     code = home.__code__
     # Of a cell of a notebook there is no file: its text is kept as it was run.
-    if Path(code.co_filename).exists() and not is_compiled_from(code, text):
+    if Path(code.co_filename).exists() and not is_compiled_from((code,), text):
         return "its file was changed after it was loaded"
     is_found = defines(text, home.__name__, code.co_firstlineno)
     return None if is_found else "its definition was not found in the text of its module"

@@ -159,26 +159,6 @@ def test_order() -> None:
     assert (d.iterable, e.iterable) == (False, True)
 
 
-@pytest.mark.parametrize(
-    ("source", "is_looped"),
-    [
-        ("for x in loader:\n    fit(x)", True),
-        ("for i, x in enumerate(tqdm(loader, total=len(loader))):\n    fit(x)\nn = loader.batch_size", True),
-        ("seen = [x for x in loader]\nfirst = next(iter(loader))", True),
-        ("def run(dl):\n    for x in dl:\n        fit(x)\nrun(loader)", True),
-        ("def run(dl):\n    for x, y in zip(dl, dl):\n        fit(x)\nrun(loader)", False),
-        ("for x, y in zip(loader, loader):\n    fit(x)", False),
-        ("it = iter(loader)\nfor x in loader:\n    fit(x)", False),
-        ("trainer.fit(model, loader)", False),
-        ("for x in others:\n    fit(x)", False),
-    ],
-)
-def test_loaders_that_are_looped_over(source: str, is_looped: bool) -> None:
-    loader = DataLoader(DATA)
-    cells = Cells(history=(Cell(number=1, source=source),))
-    assert facts(cells, {"loader": loader}, (), (), [("loader", loader)]).loaders[0].looped is is_looped
-
-
 def test_the_sharing_strategy_is_read() -> None:
     cells = Cells(history=(Cell(number=1, source="pass"),))
     strategy: Any = torch.multiprocessing

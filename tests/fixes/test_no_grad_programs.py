@@ -35,12 +35,8 @@ def step(value):
     loss.backward(retain_graph=True)
     optimizer.step()
 
-def read():
-    return a * 0.5
-
 a = b = c = torch.zeros(3, 2)
 kept = [torch.zeros(3, 2)]
-also = kept
 """
 STEP = ["loss = (c**2).mean() + 0 * model(x).sum()", "optimizer.zero_grad()"]
 STEP += ["loss.backward(retain_graph=True)", "optimizer.step()"]
@@ -48,8 +44,8 @@ STEP += ["loss.backward(retain_graph=True)", "optimizer.step()"]
 
 def _value(rnd: random.Random) -> str:
     one, other = rnd.choice(NAMES), rnd.choice(NAMES)
-    some = ["model(x)", "model(xv)", one, f"{one} * 0.5", f"{one} + {other}", f"{one}.detach()", "read()", "also[-1]"]
-    return rnd.choices(some, (3, 4, 4, 1, 2, 1, 1, 1))[0]
+    some = ["model(x)", "model(xv)", one, f"{one} * 0.5", f"{one} + {other}", f"{one}.detach()", "kept[-1]"]
+    return rnd.choices(some, (3, 4, 4, 1, 2, 1, 1))[0]
 
 
 def _statement(rnd: random.Random, depth: int, in_loop: bool) -> list[str]:
@@ -59,7 +55,7 @@ def _statement(rnd: random.Random, depth: int, in_loop: bool) -> list[str]:
         [f"{name} = {_value(rnd)}"],
         [f"a, b = {_value(rnd)}, {_value(rnd)}"],
         [f"kept.append({name})"],
-        ["also = kept"],
+        ["kept = [*kept]"],
         [f"kept = [{name}]"],
         [f"step({name} + 0.1 * model(x))"],
         STEP if name == "c" else [line.replace("(c**", f"({name}**") for line in STEP],

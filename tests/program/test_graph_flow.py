@@ -52,7 +52,6 @@ def has_graph(value: object) -> bool:
         "a = torch.zeros(3, 2)\na.add_(model(x))",
         "a = lambda: model(x)\nb = {}\nb = len(b)",
         "try:\n    a = model(x)\nexcept ValueError:\n    b = 1",
-        "a = model(x)\nmatch a:\n    case b:\n        c = 1",
     ],
 )
 def test_names_that_carry_a_graph_are_those_that_torch_gives_one(source: str) -> None:
