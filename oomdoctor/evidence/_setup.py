@@ -68,14 +68,14 @@ def told(
     casts = any(one.tail == "autocast" and not _is_off(one, program, off) for one in entered)
     named = {home.partition(".")[0] for home in imports_of(program).values()}
     running = calls_at(program, line) if line is not None else ()
-    pins = any(call.receiver and call.method == "pin_memory" for call in basis)
+    pins = any(call.receiver and call.tail == "pin_memory" for call in basis)
     return {
         **firsts,
         "compiles": firsts["compiles"] or next(compiled, None) or next(optimized, None),
         "distributed": _distributed(basis, modules),
         "find_unused_parameters": any(map(_finds_unused, basis)),
         "framework": ", ".join(name for name in _FRAMEWORKS if name in named or name in loaded) or None,
-        "generates": _first(calls(program.running), lambda call: bool(call.receiver) and call.method == "generate"),
+        "generates": _first(calls(program.running), lambda call: bool(call.receiver) and call.tail == "generate"),
         "numpy_call": next((call.text for call in running if call.name.startswith(("np.", "numpy."))), None),
         "num_workers": workers,
         "prefetch": ahead,
@@ -94,7 +94,7 @@ def _is_off(call: Call, program: Program, off: Container[str]) -> bool:
 
 
 def _compiles(call: Call) -> bool:
-    return call.method == "compile" and (call.receiver == "torch" or _NETS.search(call.receiver) is not None)
+    return call.tail == "compile" and (call.receiver == "torch" or _NETS.search(call.receiver) is not None)
 
 
 def _captures(call: Call) -> bool:
@@ -186,9 +186,9 @@ def _has_half_weights(basis: Sequence[Call], modules: _Objects) -> bool:
 
 
 def _makes_half(call: Call) -> bool:
-    if call.method in {"half", "bfloat16"}:
+    if call.tail in {"half", "bfloat16"}:
         return re.search(r"model|net|unet|pipe|encoder|decoder", call.receiver, re.IGNORECASE) is not None
-    if call.method in {"from_pretrained", "from_config"}:
+    if call.tail in {"from_pretrained", "from_config"}:
         return any(_HALF.match(call.keywords.get(name, "")) for name in ("torch_dtype", "dtype"))
     return call.name.endswith("set_default_dtype") and any(map(_HALF.match, call.arguments))
 

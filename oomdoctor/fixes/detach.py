@@ -119,7 +119,7 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the state that is carried over steps: ``idle`` where nothing differentiates it, else ``carried``."""
 
     def idle() -> tuple[Place, ...]:
-        return undifferentiated(program, objects.kinds, objects.line)
+        return undifferentiated(program, objects.kinds)
 
     every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
     for scope, one in every:

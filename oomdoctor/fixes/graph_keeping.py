@@ -168,7 +168,7 @@ def _detect_undifferentiated(program: Program, objects: Objects) -> tuple[Site, 
     It is ``trainable`` where a later cell may train on what is kept: a model that is run is in training mode, or may be
     as it is not among those that are known, or an input requires a gradient, whatever the mode.
     """
-    places = undifferentiated(program, objects.kinds, objects.line)
+    places = undifferentiated(program, objects.kinds)
     kept, paths = outliving(program, objects.kinds, places)
     known = {model.path: model for model in objects.models}
     met = [known.get(path) for path in paths]

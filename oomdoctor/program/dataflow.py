@@ -4,7 +4,7 @@ A graph is followed through statements in the order in which they run, with the 
 name that is surely bound to something else carries nothing any more. What may not happen lets go of nothing: branches,
 loops that may run no time, what a jump or an error leaves out, and blocks of a ``with`` that may swallow an error. What
 a call does to a graph is told by the vocabulary. Within one statement the order does not count. What assignments and
-calls bind, fill and keep is told as pairs: each target, with the expression that goes there.
+calls bind and fill is told as pairs: each target, with the expression that goes there.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class Flow:
         stops: whether a call gives none, whatever it is given.
         drops: attributes that have none.
         of_graphs: a graph is followed, which code under ``no_grad`` does not make; else the values themselves.
-        errs_to_yes: what may keep a graph counts, as what is handed to an unknown function that is called for its
-            effect; else only what is seen to.
         adds: returns names that carry it from a statement on, whatever they are bound to there.
     """
 
@@ -71,7 +69,6 @@ class Flow:
     stops: Callable[[ast.Call], bool] = words.cuts_graph
     drops: Collection[str] = words.PLAIN_ATTRIBUTES
     of_graphs: bool = True
-    errs_to_yes: bool = False
     adds: Callable[[ast.AST], set[str]] = lambda _: set()
 
     def carries(self, value: ast.expr, names: set[str], *, gradless: bool = False) -> bool:
@@ -85,7 +82,7 @@ class Flow:
                 return name in names
             case ast.Constant() | ast.JoinedStr() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 return False
-            case ast.Attribute(attr="grad") if self.of_graphs and not self.errs_to_yes:
+            case ast.Attribute(attr="grad") if self.of_graphs:
                 return False
             case ast.Attribute(value=base, attr=attr):
                 return attr not in self.drops and not (attr == "indices" and words.has_index(base)) and within(base)
@@ -102,35 +99,27 @@ class Flow:
                     names = names.union(*(found for found, given in bindings(part) if within(given)))
                 return within(*([value.key, value.value] if isinstance(value, ast.DictComp) else [value.elt]))
             case ast.Call():
-                if self.stops(value) or (gradless and not self.errs_to_yes):
+                if gradless or self.stops(value):
                     return False
-                if not gradless and self.makes(value):
+                if self.makes(value):
                     return True
                 return within(value.func, *value.args, *(keyword.value for keyword in value.keywords))
-            case ast.BinOp() if gradless and not self.errs_to_yes:
+            case ast.BinOp() if gradless:
                 return False
         return within(*ast.iter_child_nodes(value))
 
-    def spread(
-        self, body: Iterable[ast.AST], names: Collection[str], beside: Collection[str] = (), *, gradless: bool = False
-    ) -> set[str]:
-        """Return ``names``, and those that ``body`` binds or fills, in any order, from them or what ``beside`` has."""
-        nodes = list(own_nodes(body))
-        pairs = [pair for node in nodes for pair in bindings(node)]
-        if self.errs_to_yes:
-            pairs += [pair for node in nodes for pair in fed(node)]
-        found, given = set(names), set(beside)
-        while True:
-            more = {
-                name
-                for to, value in pairs
-                if self.carries(value, found | given, gradless=gradless)
-                for name in to
-                if name
-            }
-            if more <= found:
-                return found
+    def spread(self, body: Iterable[ast.AST], names: Collection[str], *, gradless: bool = False) -> set[str]:
+        """Return ``names``, and those that ``body`` binds or fills from them, in any order."""
+        pairs, found = [pair for node in own_nodes(body) for pair in bindings(node)], set(names)
+        while more := {
+            name
+            for to, value in pairs
+            if self.carries(value, found, gradless=gradless)
+            for name in to
+            if name and name not in found
+        }:
             found |= more
+        return found
 
     def through(self, body: Iterable[ast.stmt], names: Iterable[str] = ()) -> Way:
         """Return the way through ``body``, on which ``names`` carry a graph at the beginning."""
@@ -244,8 +233,6 @@ class Way:
         return self._block(node.finalbody, after)
 
 
-_SHOWS: Final = frozenset({"print", "set_postfix", "set_description", "set_postfix_str", "log", "write", "add_scalar"})
-"""What only shows what it is given."""
 _NOTHING: Final = ast.Constant(None)
 
 
@@ -310,17 +297,6 @@ def bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
 
 def _is_filling(method: str) -> bool:
     return method in words.FILLS or words.is_in_place(method)
-
-
-def fed(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
-    """Yield what a call that is made for its effect may keep an argument in: its object, and the other arguments."""
-    match node:
-        case ast.Expr(value=ast.Call() as call) if words.last_name(call) not in _SHOWS and not (
-            isinstance(call.func, ast.Attribute) and _is_filling(call.func.attr)
-        ):
-            given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            for value in given:
-                yield {root_of(other) for other in (call.func, *given) if other is not value}, value
 
 
 def names_set(target: ast.expr) -> Iterator[str]:

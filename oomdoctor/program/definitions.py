@@ -271,18 +271,13 @@ class Call:
 
     @property
     def tail(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2]
+        """The name of the method or of the function, without what it is of."""
+        return self._called.attr if isinstance(self._called, ast.Attribute) else self.name
 
     @property
     def receiver(self) -> str:
         """The text of what a method is called on, empty for a plain function."""
         return ast.unparse(self._called.value) if isinstance(self._called, ast.Attribute) else ""
-
-    @property
-    def method(self) -> str:
-        """The name of the method, or of a plain function."""
-        return self._called.attr if isinstance(self._called, ast.Attribute) else ast.unparse(self._called)
 
     @property
     def _called(self) -> ast.expr:

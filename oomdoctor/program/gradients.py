@@ -1,15 +1,16 @@
 """Autograd graphs of a program: which calls run a model, what keeps a graph, and what a gradient may be taken of.
 
 One dataflow answers: a graph begins where a model is called, goes through the statements of a scope, and leaves it by a
-result, by what is stored, or by a name that another cell reads. A guess from the text, which errs towards yes; that a
-change keeps the results is for a trial to show.
+result, by what is stored, or by a name that another cell reads. A guess from the text: a second name of a container,
+what an unknown call keeps and what a function reads as a global are not followed. That a change keeps the results is
+for a trial to show.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -17,7 +18,7 @@ from typing import Final
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import Flow, Way, assigned, names_set, stored_in
 from oomdoctor.program.definitions import Program, Scope, with_gradients
-from oomdoctor.program.names import names_in, own_nodes, parameters_of, read_first, root_of, stored
+from oomdoctor.program.names import free_names, names_in, own_nodes, parameters_of, read_first, root_of, stored
 from oomdoctor.program.training_loops import called_like_a_model
 
 _BY_TEXT: Final = frozenset({"eval", "exec", "globals", "locals"})
@@ -91,7 +92,7 @@ def _stops(call: ast.Call) -> bool:
     return words.cuts_graph(call) or words.last_name(call) in _CLOCKS
 
 
-_PLAIN: Final = Flow(stops=_stops, errs_to_yes=True)
+_PLAIN: Final = Flow(stops=_stops)
 
 
 class Graphs:
@@ -114,17 +115,15 @@ class Graphs:
         }:
             self._giving |= more
 
-    def way(self, scope: Scope, within: Iterable[ast.AST], *, errs_to_yes: bool = True) -> Way:
+    def way(self, scope: Scope, within: Iterable[ast.AST]) -> Way:
         """Return the way of the graphs through ``scope`` that models make ``within`` a part of it."""
-        makes = self._making(scope, set(map(id, with_gradients(within))))
-        return (replace(_PLAIN, makes=makes) if errs_to_yes else Flow(makes=makes)).through(scope.body)
+        inside = set(map(id, with_gradients(within)))
 
-    def _making(self, scope: Scope, inside: set[int]) -> Callable[[ast.Call], bool]:
         def makes(call: ast.Call) -> bool:
             known = self.models.path(scope, call) is not None or words.last_name(call) in self._giving
             return known and id(call) in inside
 
-        return makes
+        return Flow(makes=makes, stops=_stops).through(scope.body)
 
     def takes_gradient(self, body: Iterable[ast.AST]) -> bool:
         """Whether ``body`` takes a gradient, or anything that it calls does or may."""
@@ -134,18 +133,18 @@ class Graphs:
 
     def called(self, body: Iterable[ast.AST]) -> list[Scope]:
         """Return the functions that ``body`` calls by name, and those that they call."""
-        found: dict[int, Scope] = {}
+        found: list[Scope] = []
         waiting = list(body)
         while waiting:
             calls = {words.last_name(node) for part in waiting for node in ast.walk(part) if isinstance(node, ast.Call)}
-            more = [one for one in self._program.scopes if one.tail and one.tail in calls and id(one) not in found]
-            found |= {id(scope): scope for scope in more}
+            more = [one for one in self._program.scopes if one.tail and one.tail in calls and one not in found]
+            found += more
             waiting = [node for scope in more for node in scope.body]
-        return list(found.values())
+        return found
 
     def leavings(self, scope: Scope, node: ast.stmt) -> Iterator[str]:
         """Yield what a statement, and what it calls, leaves behind with a graph, as source text."""
-        for called in {id(one): one for one, path in self.models.below(scope, [node]) if path is None}.values():
+        for called in dict.fromkeys(one for one, path in self.models.below(scope, [node]) if path is None):
             yield from _stored_outside(called, self.way(called, called.body))
         way = self.way(scope, [node])
         if scope.function is not None:
@@ -169,14 +168,7 @@ class Graphs:
         """Whether a gradient may be taken of something that ``node`` makes, or that what it calls stores."""
         if not self.trains:
             return False
-        inside = set(map(id, with_gradients([node])))
-
-        def made(part: ast.AST) -> set[str]:
-            """Return what a statement makes of anything: it may have had a graph from before."""
-            is_met = id(part) in inside and isinstance(part, ast.stmt)
-            return _PLAIN.spread([part], (), read_first([part], loops_run=False)) if is_met else set()
-
-        way = replace(_PLAIN, makes=self._making(scope, inside), adds=made).through(scope.body)
+        way = self.way(scope, [node])
         return self._stores(self.called([node])) or self._is_differentiated(scope, way)
 
     def is_trained_through(self, scope: Scope, name: str, fill: ast.stmt) -> bool:
@@ -224,7 +216,7 @@ class Graphs:
                     parts += [node.func.value] if isinstance(node.func, ast.Attribute) else []
                 elif not self.takes_gradient([node]):
                     return False
-                elif {name for one in self.called([node]) for name in _free(one)} & names:
+                elif {name for one in self.called([node]) if one.function for name in free_names(one.function)} & names:
                     return True
                 return any(way.flow.carries(part, names) for part in parts)
         return False
@@ -254,11 +246,6 @@ def _is_marked(node: ast.AST) -> bool:
 def _wants_gradient(keyword: ast.keyword) -> bool:
     off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
     return keyword.arg in {"requires_grad", "create_graph", "retain_graph"} and not off
-
-
-def _free(scope: Scope) -> set[str]:
-    """Return the names from outside that a function reads."""
-    return read_first(scope.body) - (parameters_of(scope.function) if scope.function is not None else set())
 
 
 def _gives(way: Way) -> bool:

@@ -4,10 +4,9 @@ Histories with graphs, outputs, and what hooks keep. Names that lead to no objec
 (``model``, ``net``); what a library's function keeps is not seen. A history counts only where no gradient is seen to be
 taken through it. One that is returned or stored is left out, as is a sum of losses whose graph ``backward`` has freed.
 
-All of it is a guess from the text, which errs towards differentiated; that a change keeps the results is for a trial to
-show. What a trial cannot know is what a later cell will train on. So each name that stays bound, each container of
-before that is filled, and each result that a function gives is named, and the models that made them: one in evaluation
-mode is hardly kept to be trained.
+All of it is a guess from the text; that a change keeps the results is for a trial to show. What a trial cannot know is
+what a later cell will train on. So each name that stays bound, each container of before that is filled, and each result
+that a function gives is named, and the models that made them: one in evaluation mode is hardly kept to be trained.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from oomdoctor.program import words
-from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope, Statement, site, statements, with_gradients
 from oomdoctor.program.gradients import Graphs, graphs_of
@@ -49,7 +47,7 @@ def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Sc
 def _appends(graphs: Graphs, scope: Scope) -> Iterator[tuple[ast.stmt, str]]:
     if scope.disables_grad:
         return
-    way, backed = graphs.way(scope, scope.body, errs_to_yes=False), _backed(scope)
+    way, backed = graphs.way(scope, scope.body), _backed(scope)
     for statement in statements(scope.body):
         node, kept = statement.node, _kept(statement.node)
         if not statement.loops or statement.is_gradless or kept is None or not way.carries(node, kept[1]):
@@ -210,24 +208,22 @@ def _adds(body: list[ast.stmt], given: set[str]) -> bool:
 
 
 _HOOKS: Final = re.compile(r"register_(?:module_)?forward_(?:pre_)?hook")
-_SPLIT: Final = Loop | ast.If | ast.With | ast.AsyncWith | ast.Try
+_SPLIT: TypeAlias = Loop | ast.If | ast.With | ast.AsyncWith | ast.Try
 
 Place: TypeAlias = tuple[Scope, ast.stmt]
 
 
-def undifferentiated(program: Program, kinds: Mapping[str, str], line: int | None = None) -> tuple[Place, ...]:
+def undifferentiated(program: Program, kinds: Mapping[str, str]) -> tuple[Place, ...]:
     """Return what runs a model with gradients on and of which nothing is differentiated.
 
-    The search goes from the failing line outwards in, so that an evaluation within an epoch is found beside the
-    training. It goes into a function that gives nothing with a graph to whoever calls it; of another one it is the call
-    that counts.
+    The search goes from the cell inwards, so that an evaluation within an epoch is found beside the training. It goes
+    into a function that gives nothing with a graph to whoever calls it; of another one it is the call that counts.
 
     Args:
         program: the cells.
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
-        line: of the failing cell, the one that was running; code of the same scope that lies before it is left out.
     """
-    search = _Search(program, kinds, line)
+    search = _Search(program, kinds)
     tops = [scope for scope in program.scopes if scope.cell == program.failing and scope.function is None]
     return tuple(dict.fromkeys(place for scope in tops for place in search.of_scope(scope)))
 
@@ -235,8 +231,8 @@ def undifferentiated(program: Program, kinds: Mapping[str, str], line: int | Non
 class _Search:
     """One search through what the failing cell runs."""
 
-    def __init__(self, program: Program, kinds: Mapping[str, str], line: int | None) -> None:
-        self._program, self._line, self._graphs = program, line, graphs_of(program, kinds)
+    def __init__(self, program: Program, kinds: Mapping[str, str]) -> None:
+        self._program, self._graphs = program, graphs_of(program, kinds)
         self._seen: set[int] = set()
 
     def of_scope(self, scope: Scope) -> Iterator[Place]:
@@ -250,7 +246,7 @@ class _Search:
     def _of_block(self, scope: Scope, block: Sequence[ast.stmt]) -> Iterator[Place]:
         graphs = self._graphs
         for node in block:
-            if isinstance(node, Definition) or self._is_before(scope, node):
+            if isinstance(node, Definition):
                 continue
             met = list(graphs.models.below(scope, [node]))
             if all(path is None for _, path in met) or (graphs.trains and self._is_for_effect(scope, node)):
@@ -261,9 +257,7 @@ class _Search:
                     yield from self._of_block(scope, inner)
                 for one in self._called(part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)):
                     yield from self.of_scope(one)
-            elif isinstance(node, Loop | ast.If | ast.With | ast.AsyncWith | ast.Try) or any(
-                where is scope and path for where, path in met
-            ):
+            elif isinstance(node, _SPLIT) or any(where is scope and path for where, path in met):
                 yield scope, node
             else:
                 inside = [place for one in called for place in self.of_scope(one)]
@@ -279,15 +273,6 @@ class _Search:
         """Return the functions of the cells that ``body`` calls by name with gradients on."""
         names = [words.last_name(node) for node in with_gradients(body) if isinstance(node, ast.Call)]
         return [scope for name in names if (scope := self._program.function(name)) is not None]
-
-    def _is_before(self, scope: Scope, node: ast.stmt) -> bool:
-        """Whether ``node`` was over when the failing line, which stands in the same scope, was run."""
-        if self._line is None or scope.cell != self._program.failing:
-            return False
-        functions = [s.function for s in self._program.scopes if s.function is not None and s.cell == scope.cell]
-        around = [one for one in functions if self._line in lines_of(one)]
-        here = scope.function in around if scope.function is not None else not around
-        return here and (node.end_lineno or node.lineno) < self._line
 
     def _is_of_module(self, scope: Scope) -> bool:
         """Whether it is a method of a class that has a ``forward``: others call it, with gradients wanted or not."""

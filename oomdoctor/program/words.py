@@ -106,7 +106,9 @@ WANTS_GRADIENT: Final = (
 """These, and those that are called where somebody is about to take one."""
 ASKS_GRADIENT: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
 """Attributes that are read where somebody wants a gradient."""
-FILLS: Final = frozenset({"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put"})
+FILLS: Final = frozenset(
+    {"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put", "push", "store"}
+)
 """Methods that put what they are given into their container."""
 GATHERS: Final = frozenset({"append", "extend", "insert", "appendleft", "add"})
 """Those of them that add to what is there."""

@@ -53,7 +53,7 @@ def _statement(rnd: random.Random, depth: int, in_loop: bool) -> list[str]:
     name, inner = rnd.choice(NAMES), depth - 1
     plain = [
         [f"{name} = {_value(rnd)}"],
-        [f"a, b = {_value(rnd)}, {_value(rnd)}"],
+        ["a, b = b, c"],
         [f"kept.append({name})"],
         ["kept = [*kept]"],
         [f"kept = [{name}]"],
