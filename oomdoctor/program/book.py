@@ -115,22 +115,21 @@ class Book:
         function = next((one for one in reversed(path) if isinstance(one, Function)), None)
         return Place(page=page, function=function, line=getattr(node, "lineno", 1))
 
-    def _known_at(self, at: Place) -> tuple[Page, ...]:
-        """Return the pages whose names code sees: a module its own, a cell those of cells; up to where it stands."""
-        if at.page.cell.file is not None:
-            return (at.page,)
-        cells = tuple(page for page in self.pages if page.cell.file is None)
-        return cells[: cells.index(at.page) + 1] if at.function is None else cells
+    def _before(self, at: Place) -> Iterator[tuple[Page, ast.stmt]]:
+        """Yield the statements of the top level that ran before ``at``, the last first.
+
+        A module sees its own alone, a cell those of cells.
+        """
+        pages = [page for page in self.pages if page.cell.file is None] if at.page.cell.file is None else [at.page]
+        for page in reversed(pages if at.function is not None else pages[: pages.index(at.page) + 1]):
+            for node in reversed(list(_unguarded(page))):
+                if page is not at.page or at.function is not None or node.lineno < at.line:
+                    yield page, node
 
     def binding(self, name: str, at: Place) -> tuple[ast.stmt, Place] | None:
         """Return the statement of the top level that bound ``name`` last before ``at``, and where it stands."""
-        for page in reversed(self._known_at(at)):
-            for node in reversed(list(_unguarded(page))):
-                if page is at.page and at.function is None and node.lineno >= at.line:
-                    continue
-                if binds(node, name):
-                    return node, Place(page=page, line=node.lineno)
-        return None
+        found = ((node, Place(page=page, line=node.lineno)) for page, node in self._before(at) if binds(node, name))
+        return next(found, None)
 
     def values(self, name: str, at: Place) -> list[tuple[ast.expr, Place]]:
         """Return the expressions that ``name`` may stand for at ``at``: several where calls differ."""
@@ -238,15 +237,12 @@ class Book:
         root, text = root_of(whole, through_calls=False), ast.unparse(whole)
         if at.function is not None and root in parameters_of(at.function) | bound(at.function):
             return None
-        for page in reversed(self._known_at(at)):
-            for node in reversed(page.tree.body):
-                if (page is at.page and at.function is None and node.lineno >= at.line) or isinstance(node, Function):
-                    continue
-                if any(_sets_entry(part, text, key) for part in own_nodes([node])):
-                    value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-                    return value or ast.Constant(None), Place(page=page, line=node.lineno)
-                if binds(node, root):
-                    return None
+        for page, node in self._before(at):
+            if any(_sets_entry(part, text, key) for part in own_nodes([node])):
+                value = node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+                return value or ast.Constant(None), Place(page=page, line=node.lineno)
+            if binds(node, root):
+                return None
         return None
 
     def _of_object(self, value: ast.expr, key: str, at: Place) -> list[tuple[ast.expr, Place]]:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import chain, takewhile
+from typing import Final
 
 from oomdoctor.program.magics import Definition, Function, Loop, tree_of
+
+_WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def call_name(node: ast.AST) -> str:
@@ -245,11 +248,7 @@ def _events(body: Iterable[ast.AST], loops_run: bool) -> Iterator[tuple[str, Fir
         if isinstance(node, ast.For | ast.AsyncFor):
             heads = [node.iter, node.target]
         elif blocks:
-            heads = [
-                child
-                for child in ast.iter_child_nodes(node)
-                if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case)
-            ]
+            heads = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _WITH_BLOCKS)]
         for head in heads:
             yield from _reads(head)
             if isinstance(head, ast.AugAssign):

@@ -136,9 +136,10 @@ def _facts(program: Program, scope: Scope, loop: Loop, kinds: Mapping[str, str])
 def _attributes(program: Program, scope: Scope) -> Iterator[tuple[str, str]]:
     """Yield ``self.model`` and what stands for it where every object of the class is made: ``model``."""
     made = next((one for one in program.scopes if scope.owner and one.name == f"{scope.owner}.__init__"), None)
-    for node in own_nodes(made.body) if made is not None else ():
-        if made is not None and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
-            value, given = node.value, program.given(made)
+    given = {} if made is None else program.given(made)
+    for node in () if made is None else own_nodes(made.body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
+            value = node.value
             while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
                 value = value.func.value
             if isinstance(value, ast.Name) and value.id in given:
