@@ -18,7 +18,7 @@ from typing import Any, Final
 from oomdoctor.evidence._models import held, parameters, sizes
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
-from oomdoctor.program.definitions import Call, Program, calls, calls_at, decorators, imports_of, text_of
+from oomdoctor.program.definitions import Call, Program, calls, decorators, imports_of, text_of
 from oomdoctor.program.ground import Ground
 from oomdoctor.sandbox.copies import answered
 
@@ -67,7 +67,7 @@ def told(
     entered = (*calls(under.reach), *decorators(under.reach))
     casts = any(one.tail == "autocast" and not _is_off(one, program, off) for one in entered)
     named = {home.partition(".")[0] for home in imports_of(program).values()}
-    running = calls_at(program, line) if line is not None else ()
+    running = [call for call in calls(program.running) if (call.cell, call.line) == (program.failing, line)]
     pins = any(call.receiver and call.tail == "pin_memory" for call in basis)
     return {
         **firsts,

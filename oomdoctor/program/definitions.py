@@ -324,14 +324,6 @@ def calls(scopes: Iterable[Scope]) -> Iterator[Call]:
         yield from (_call(scope, node) for node in own_nodes(scope.body) if isinstance(node, ast.Call))
 
 
-def calls_at(program: Program, line: int) -> Iterator[Call]:
-    """Yield the calls of the statements on a line of the failing cell."""
-    for scope in program.running:
-        for statement in statements(scope.body) if scope.cell == program.failing else ():
-            if statement.node.lineno <= line <= (statement.node.end_lineno or statement.node.lineno):
-                yield from (_call(scope, node) for node in ast.walk(statement.node) if isinstance(node, ast.Call))
-
-
 def decorators(scopes: Iterable[Scope]) -> Iterator[Call]:
     """Yield the decorators of the functions among scopes."""
     for scope in scopes:

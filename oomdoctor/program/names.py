@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import chain, takewhile
-from typing import Final
+from typing import Final, TypeAlias
 
 from oomdoctor.program.magics import Definition, Function, Loop, tree_of
 
 _WITH_BLOCKS: Final = (ast.stmt, ast.ExceptHandler, ast.match_case)
+_INNER: TypeAlias = Definition | ast.Lambda
 
 
 def call_name(node: ast.AST) -> str:
@@ -56,7 +57,7 @@ def own_nodes(body: Iterable[ast.AST], without: Callable[[ast.AST], bool] = lamb
     for node in body:
         if not without(node):
             yield node
-            if not isinstance(node, Definition | ast.Lambda):
+            if not isinstance(node, _INNER):
                 yield from own_nodes(ast.iter_child_nodes(node), without)
 
 

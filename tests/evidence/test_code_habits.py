@@ -542,7 +542,7 @@ def test_generation(source: str, call: str | None) -> None:
 def test_the_array_of_the_failing_line() -> None:
     cell = "a = np.zeros(3)\nb = [numpy.stack(images).astype('float32')\n     for images in parts]\nc = model(a)"
     assert read(cell, line=1).numpy_call == "np.zeros(3)"
-    assert read(cell, line=3).numpy_call == "numpy.stack(images).astype('float32')"
+    assert read(cell, line=2).numpy_call == "numpy.stack(images).astype('float32')"
     assert read(cell, line=4).numpy_call is None
     assert read(cell).numpy_call is None
 
