@@ -118,35 +118,6 @@ def is_light(container: Any) -> bool:
     return LIGHT_TYPES.issuperset(map(type, container))
 
 
-class Light:
-    """Plain containers of numbers and text, copied as they are: what they hold leads to nothing else of any size."""
-
-    def __init__(self) -> None:
-        # Two lists: the garbage collector would go through a tuple for each.
-        self._containers: list[Any] = []
-        self._copies: list[Any] = []
-
-    def add(self, container: Any) -> None:
-        """Add a container of which ``is_light`` is true."""
-        self._containers.append(container)
-        self._copies.append(SetCopy(container) if type(container) is set else container.copy())
-
-    def absorb(self, other: Light) -> None:
-        """Take the containers of another one as well."""
-        self._containers += other._containers
-        self._copies += other._copies
-
-    def changed(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each container that holds something else now, or in another order, with its copy."""
-        both = zip(self._containers, self._copies, strict=True)
-        return ((container, copy) for container, copy in both if not holds(container, copy))
-
-    def lost(self) -> Iterator[str]:
-        """Yield a sentence for each set that cannot be filled again as it was."""
-        for _, copy in self.changed():
-            yield from copy.lost() if type(copy) is SetCopy else ()
-
-
 GONE: Final[Any] = object()
 """Stands for a value that was held weakly and died."""
 

@@ -100,19 +100,15 @@ class Long(Memento):
 
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if it was changed and cannot be put back, or if what lies in its items may have been."""
-        if self._copy is None:
-            length = self._size()
-            if length < self._length or (self._kind is not Kind.SEQUENCE and length != self._length):
-                yield f"`{self.path}` has more than {LONG} items and was changed"
-            elif code.writes(self.path):
-                yield f"`{self.path}` has more than {LONG} items, and the cell may have changed them"
-        if self._is_same() and self._trace is not None and _trace(self._items()) != self._trace:
+        is_same, length, writes = self._is_same(), self._size(), code.writes(self.path)
+        has_only_grown = self._kind is Kind.SEQUENCE and length >= self._length
+        if self._copy is None and (writes or not (has_only_grown or length == self._length)):
+            yield f"`{self.path}` has more than {LONG} items, and the cell may have changed them"
+        elif is_same and self._trace is not None and _trace(self._items()) != self._trace:
             yield f"`{self.path}` has more than {LONG} items, and the cell has changed what lies in them"
-        elif self._copy is None:
-            return
-        elif code.writes(self.path) and not all(map(_is_fixed, self._items_before())):
+        elif self._copy is not None and writes and not all(map(_is_fixed, self._items_before())):
             yield f"`{self.path}` has more than {LONG} items, and the cell may have changed what lies in them"
-        elif type(self._copy) is SetCopy and not self._is_same():
+        elif type(self._copy) is SetCopy and not is_same:
             yield from self._copy.lost()
 
     def _items(self) -> Iterable[Any]:

@@ -7,12 +7,13 @@ few kinds that are copied here.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from oomdoctor.objects.containers import (
@@ -20,13 +21,16 @@ from oomdoctor.objects.containers import (
     GONE,
     LIGHT_TYPES,
     Recipe,
+    SetCopy,
     Weak,
     fill,
+    holds,
     is_light,
     is_small_array,
     items_of,
     length_of,
     living,
+    refill,
     revive,
     still_holds,
     weak,
@@ -61,6 +65,10 @@ class Memento:
     def restore(self, memo: dict[int, Any]) -> None:
         """Put it back; ``memo`` has the containers brought back so far, by their ``id``."""
 
+    def pieces(self, memo: dict[int, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield what puts it back, with what it is called; one that fails does not keep the next from it."""
+        yield f"`{self.path}`", partial(self.restore, memo)
+
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence for each thing that cannot be put back."""
         yield from ()
@@ -72,6 +80,40 @@ class Memento:
     def recipes(self) -> Iterator[Recipe]:
         """Yield how what it holds is brought back, if its owner lives."""
         yield from ()
+
+
+class Light(Memento):
+    """Plain containers of numbers and text, copied as they are: what they hold leads to nothing else of any size."""
+
+    def __init__(self) -> None:
+        # Three lists: the garbage collector would go through a tuple for each.
+        self._containers: list[Any] = []
+        self._copies: list[Any] = []
+        self._paths: list[str] = []
+
+    def add(self, container: Any, path: str) -> None:
+        """Add a container of which ``is_light`` is true."""
+        self._containers.append(container)
+        self._copies.append(SetCopy(container) if type(container) is set else container.copy())
+        self._paths.append(path)
+
+    def _changed(self) -> Iterator[tuple[Any, Any, str]]:
+        """Yield each container that holds something else now, or in another order, with its copy and its path."""
+        every = zip(self._containers, self._copies, self._paths, strict=True)
+        return (one for one in every if not holds(one[0], one[1]))
+
+    def lost(self, code: Code) -> Iterator[str]:
+        """Yield a sentence for each set that cannot be filled again as it was."""
+        for _, copy, _ in self._changed():
+            yield from copy.lost() if type(copy) is SetCopy else ()
+
+    def changed(self) -> str | None:
+        """Return whether one of them was changed."""
+        return next((f"changed `{path}`" for _, _, path in self._changed()), None)
+
+    def pieces(self, memo: dict[int, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield for each that was changed what fills it again with what it held."""
+        yield from ((f"`{path}`", partial(refill, container, copy)) for container, copy, path in self._changed())
 
 
 class Attributes(Memento):
@@ -159,13 +201,14 @@ ADVANCES: Final = "is an iterator, an open file or a connection that the cell ma
 CLOSED: Final = "is an object of {}, made in C, which the cell may have changed without a trace"
 WRITTEN: Final = "is memory of {}, which the cell may have written to without a trace"
 LOCKED: Final = "is a lock that was taken or let go of, and others may wait for it"
+SET: Final = "is a context variable that was set, and cannot be set back"
 DEEP: Final = "lies too deep to be looked at, and the cell may have changed it"
 
 
 class Reached(Memento):
-    """What cannot be wound back, nor seen to have changed: it is lost if the cell can get at it.
+    """What cannot be wound back: it is lost if the cell can get at it, and it is not seen to stand as it stood.
 
-    Of a lock it is seen who holds it. To put that back could take it from another thread, or stop that one.
+    To put a lock back could take it from another thread, or stop that one.
     """
 
     __slots__ = ("_held", "_stand", "_what")
@@ -176,61 +219,9 @@ class Reached(Memento):
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if the cell can get at it."""
         value = living(self._held)
-        is_as_it_was = self._stand != "" and _stand_of(value) == self._stand
+        is_as_it_was = self._stand is not None and all(map(operator.is_, _stand_of(value) or (GONE,), self._stand))
         if value is not GONE and not is_as_it_was and code.reaches(value):
             yield f"`{self.path}` {self._what.format(type(value).__qualname__)}"
-
-
-BY_POSITION: Final = frozenset(map(type, (iter([]), iter(()), iter(""), iter(bytearray()))))
-"""Iterators that go through what can be looked up, and know where they are."""
-
-
-class Position(Memento):
-    """Where an iterator stands in what it goes through."""
-
-    __slots__ = ("_held", "_state")
-
-    def __init__(self, iterator: Any, held: Any, path: str) -> None:
-        self._held, self.path, self._state = held, path, _position(iterator)
-
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Go back to it."""
-        iterator = living(self._held)
-        if iterator is not GONE and self._state is not None and _position(iterator) not in (None, self._state):
-            iterator.__setstate__(self._state)
-
-    def lost(self, code: Code) -> Iterator[str]:
-        """Yield a sentence if it has come to its end, where it lets go of what it went through."""
-        iterator = living(self._held)
-        if iterator is not GONE and self._state is not None and _position(iterator) is None:
-            yield f"`{self.path}` {ADVANCES}"
-
-
-def _position(iterator: Any) -> Any:
-    """Return the position, None of an iterator that has come to its end."""
-    _, *told = iterator.__reduce__()
-    return told[1] if len(told) > 1 else None
-
-
-class Variable(Memento):
-    """The value of a context variable."""
-
-    def __init__(self, variable: ContextVar[Any], path: str) -> None:
-        self.variable, self.path, self._before = variable, path, variable.get(GONE)
-
-    def is_set(self) -> bool:
-        """Return whether it has another value now."""
-        return self.variable.get(GONE) is not self._before
-
-    def restore(self, memo: dict[int, Any]) -> None:
-        """Set it to what it was."""
-        if self.is_set() and self._before is not GONE:
-            self.variable.set(self._before)
-
-    def lost(self, code: Code) -> Iterator[str]:
-        """Yield a sentence if it had no value: one that was set cannot be taken away."""
-        if self.is_set() and self._before is GONE:
-            yield f"`{self.path}` was set for the first time, which cannot be taken back"
 
 
 _LOCKS: Final[tuple[Any, ...]] = type(threading.Lock()), type(threading.RLock())
@@ -241,9 +232,14 @@ def is_lock(cls: type) -> bool:
     return any(cls is lock for lock in _LOCKS)
 
 
-def _stand_of(lock: Any) -> str:
-    """Return who holds a lock, and how many times: Python 3.11 tells it nowhere else. Of all else, nothing."""
-    return repr(lock) if is_lock(type(lock)) else ""
+def _stand_of(value: Any) -> tuple[Any] | None:
+    """Return what tells by its identity how a value stands, None where nothing does.
+
+    Of a lock, who holds it and how many times: Python 3.11 tells it nowhere else.
+    """
+    if is_lock(type(value)):
+        return (sys.intern(repr(value)),)
+    return (value.get(GONE),) if type(value) is ContextVar else None
 
 
 _COPIED: Final = (list, dict, set)

@@ -2,7 +2,7 @@
 
 All are read before every cell. Those that a training program changes are set again when the cell is taken back: random
 draws and tensors depend on them. The exotic ones are only compared, and told where they are others: options of pandas,
-magics, decimals, abstract classes and the like.
+magics, decimals, handlers of signals, abstract classes and the like.
 
 What a cell puts in another's place in modules, classes and functions of libraries (``F.relu = mine``) is found in its
 text, and in the code of the functions that a look at the state has met: all attributes of all libraries are too many to
@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,34 +25,33 @@ from contextlib import suppress
 from functools import partial
 from itertools import compress
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from oomdoctor.objects.containers import refill
+from oomdoctor.objects.kinds import module_of, name_of
 from oomdoctor.objects.named import is_installed, own_modules
 from oomdoctor.program.code_names import ANY_NAME, AttributeWrite, attributes_written, names_of
 from oomdoctor.retry.library_settings import UNTOLD, Setting, of_libraries
 
 _PATCHED: Final = frozenset({FunctionType, BuiltinFunctionType, type})
+_STREAMS: Final = frozenset({"stdin", "stdout", "stderr"})
+_OF_FUNCTIONS: Final = frozenset(
+    {"__code__", "__defaults__", "__kwdefaults__", "__doc__", "__name__", "__qualname__", "__module__"}
+)
 _ABSENT: Final = object()
 
 
-def _environment() -> Setting:
-    """Return the environment, as the system has it: to decode each variable before each cell would take time."""
-    environ: Any = os.environ
-    variables: dict[Any, Any] = getattr(environ, "_data", environ)
+_environ: Final[Any] = os.environ
 
-    def put(before: dict[Any, Any]) -> None:
-        if variables is not environ:  # and not what a test has put in its place
-            for key in variables.keys() - before.keys():
-                os.unsetenv(key)
-            for key, value in before.items():
-                if variables.get(key) != value:
-                    os.putenv(key, value)
-            if hasattr(time, "tzset"):  # Windows has none
-                time.tzset()
-        refill(variables, before)
 
-    return Setting("environment", variables.copy, put)
+def _put_environment(before: dict[Any, Any]) -> None:
+    for key in _environ._data.keys() - before.keys():
+        del _environ[_environ.decodekey(key)]
+    for key, value in before.items():
+        if _environ._data.get(key) != value:
+            _environ[_environ.decodekey(key)] = _environ.decodevalue(value)
+    if hasattr(time, "tzset"):  # Windows has none
+        time.tzset()
 
 
 def _put_filters(before: list[Any]) -> None:
@@ -89,36 +87,19 @@ def _functions(module: ModuleType) -> Setting:
     return Setting(f"functions of {module.__name__}", read, put)
 
 
-def _put_handlers(before: dict[int, Any]) -> None:
-    for number, handler in before.items():
-        # None is a handler that was set by C. Not the main thread: told by ``lost``.
-        if handler is not None and _handler_of(number) != handler and _is_main_thread():
-            signal.signal(number, handler)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 _handler_of: Final[Callable[[int], Any]] = vars(sys.modules["_signal"])["getsignal"]
 """Without the names that ``signal.getsignal`` looks up: asked for each signal before each cell."""
 _SIGNALS: Final = tuple(sorted(set(map(int, signal.valid_signals())) - {signal.SIGINT}))
-"""Those whose handlers are put back. SIGINT's is exchanged by the kernel around a cell, and by us around a restore."""
-_HANDLERS: Final = Setting("handlers of signals", lambda: {one: _handler_of(one) for one in _SIGNALS}, _put_handlers)
 REGISTERED: Final = Setting("the classes that are registered with abstract ones", abc.get_cache_token)
 """Changed by libraries too when they are loaded: told of a cell that registers something."""
 _OF_PROCESS: Final = (
+    # As the system has it: to decode each variable before each cell would take time.
+    Setting("environment", lambda: dict(_environ._data), _put_environment),
     Setting("filters of warnings", lambda: list(warnings.filters), _put_filters),
     Setting("path of modules", lambda: list(sys.path), lambda before: refill(sys.path, before)),
     Setting("modules of the user's", _own, _forget),
     Setting("logging disabled", lambda: logging.root.manager.disable, logging.disable),
-    # An alarm that goes off when its handler was taken back would end the process.
-    Setting(
-        "alarm",
-        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
-        lambda was_set: was_set or signal.setitimer(signal.ITIMER_REAL, 0),
-    ),
-    _HANDLERS,
+    Setting("the handlers of signals", lambda: list(map(_handler_of, _SIGNALS))),
     Setting("the handler of SIGINT", lambda: [_handler_of(signal.SIGINT)]),
     REGISTERED,
 )
@@ -131,10 +112,10 @@ def _stands() -> dict[str, _Stand]:
     """Return how each logger stands that is not as it was made."""
     named = [*logging.root.manager.loggerDict.items(), (logging.root.name, logging.root)]
     return {
-        name: (one.level, one.propagate, one.disabled, one.handlers[:], one.filters[:])
-        for name, one in named
-        if isinstance(one, logging.Logger)
-        and (one.level or one.handlers or not one.propagate or one.disabled or one.filters)
+        name: (logger.level, logger.propagate, logger.disabled, logger.handlers[:], logger.filters[:])
+        for name, logger in named
+        if isinstance(logger, logging.Logger)
+        and (logger.level or logger.handlers or not logger.propagate or logger.disabled or logger.filters)
     }
 
 
@@ -183,14 +164,24 @@ class Settings:
 
     Args:
         modules: those that names of the user's lead to.
-        source: the cell's text.
+        source: the cell's text. namespace: its globals.
+        codes: of functions that it may call, each with its globals.
         collects: whether the garbage collector was on.
     """
 
-    def __init__(self, modules: Iterable[ModuleType], source: str, *, collects: bool) -> None:
+    def __init__(
+        self,
+        modules: Iterable[ModuleType],
+        source: str,
+        namespace: Mapping[str, Any],
+        codes: Iterable[tuple[CodeType, Mapping[str, Any]]],
+        *,
+        collects: bool,
+    ) -> None:
+        self._patches, self._unknown = _patches(source, namespace, codes)
         found = (
-            *(_environment(), *map(_functions, (builtins, *modules))),
-            *(*_OF_PROCESS, *of_libraries(), _loggers(source)),
+            *map(_functions, (builtins, *modules)),
+            *(*_OF_PROCESS, *of_libraries(), _loggers(source), *self._patches),
         )
         self._settings: dict[str, tuple[Setting, Any]] = {}
         for setting in found:
@@ -199,6 +190,11 @@ class Settings:
         collector = Setting("garbage collector", gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable())
         self._settings[collector.name] = collector, collects
         self._files = _log_files()
+        self._left: dict[str, dict[str, Any]] = {}
+
+    def end(self) -> None:
+        """Note what the cell leaves of what it assigns to. What a later cell has put there since is left alone."""
+        self._left = {setting.name: setting.read() for setting in self._patches}
 
     def chosen(self) -> Iterator[Setting]:
         """Yield the settings that are not what they were."""
@@ -209,7 +205,8 @@ class Settings:
         for setting in later.chosen():
             if setting.name in self._settings:
                 own, before = self._settings[setting.name]
-                self._settings[setting.name] = own, _merged(before, later._settings[setting.name][1], setting.read())
+                now = later._left.get(setting.name) or setting.read()
+                self._settings[setting.name] = own, _merged(before, later._settings[setting.name][1], now)
 
     def lost(self) -> Iterator[str]:
         """Yield a sentence for each log file that was written to, and for what cannot be set back and is needed."""
@@ -219,8 +216,10 @@ class Settings:
         for setting in self.chosen():
             if setting.put is None and setting.is_torchs:
                 yield f"the {setting.name} were changed, and are not put back"
-            elif setting is _HANDLERS and not _is_main_thread():
-                yield f"{setting.name} were changed, and the main thread alone can put them back"
+        for (path, name, known), names in self._unknown:
+            owner = _found(path, known, names)
+            if _is_librarys(owner):
+                yield f"`{path}.{name}` was replaced, and what it was before is not known"
 
     def doubts(self) -> Iterator[Setting]:
         """Yield the exotic settings that were changed: no result depends on them, and they are not put back."""
@@ -229,98 +228,85 @@ class Settings:
     def pieces(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what puts each setting back, and functions and classes of modules that others stand in for now."""
         for setting, value in self._settings.values():
-            yield f"the setting {setting.name}", partial(setting.put_back, value)
+            left = self._left.get(setting.name)
+            before = value if left is None else _merged(value, left, setting.read())
+            yield f"the setting {setting.name}", partial(setting.put_back, before)
 
 
 def _merged(before: Any, then: Any, now: Any) -> Any:
-    """Return what is to be put back when a later cell has made ``now`` of ``then``: what it has changed stays."""
+    """Return what is to be put back when another cell has made ``now`` of ``then``: what it has changed stays."""
     if isinstance(now, dict):
         is_left = {key for key in now.keys() | then.keys() if now.get(key, _ABSENT) != then.get(key, _ABSENT)}
         kept = {key: value for key, value in before.items() if key not in is_left}
         return kept | {key: now[key] for key in now if key in is_left}
     if isinstance(now, list):
-        return [one for one in now if one in before or one not in then]
+        return [item for item in now if item in before or item not in then]
     return before | (now - then) if isinstance(now, set) else now
 
 
-_STREAMS: Final = ("stdin", "stdout", "stderr")
-_OF_FUNCTIONS: Final = frozenset(
-    {"__code__", "__defaults__", "__kwdefaults__", "__doc__", "__name__", "__qualname__", "__module__"}
-)
+class _Itself:
+    """A value that is equal to itself alone, as long as it is compared in this box."""
 
-_Write: TypeAlias = tuple[AttributeWrite, Mapping[str, Any]]
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_Write = tuple[AttributeWrite, Mapping[str, Any]]
 """An assignment, and the globals that its code reads."""
 
 
-class Patches:
-    """The attributes of modules, classes and functions that a cell assigns to.
+def _patches(
+    source: str, namespace: Mapping[str, Any], codes: Iterable[tuple[CodeType, Mapping[str, Any]]]
+) -> tuple[list[Setting], list[_Write]]:
+    """Return what a cell may assign to in modules, classes and functions, and the assignments to what is not loaded."""
+    chosen: dict[int, tuple[Any, set[str]]] = {id(sys): (sys, {*_STREAMS})}
+    unknown: list[_Write] = []
+    of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
+    for write, names in (*((write, namespace) for write in attributes_written(source)), *of_codes):
+        owner = _found(write.path, write.imports, names)
+        is_named = write.name != ANY_NAME
+        if owner is None and is_named:
+            unknown.append((write, names))
+        elif (is_named and isinstance(owner, (ModuleType, type))) or _is_librarys(owner):
+            chosen.setdefault(id(owner), (owner, set()))[1].add(write.name)
+    return [_patched(owner, frozenset(names)) for owner, names in chosen.values()], unknown
 
-    Args:
-        source: the cell's text. namespace: its globals.
-        codes: of functions that it may call, each with its globals.
-    """
 
-    def __init__(
-        self, source: str, namespace: Mapping[str, Any], codes: Iterable[tuple[CodeType, Mapping[str, Any]]]
-    ) -> None:
-        self._namespace = namespace
-        self._kept: list[tuple[Any, str, Any]] = [(sys, name, getattr(sys, name)) for name in _STREAMS]
-        self._later: list[_Write] = []
-        self._whole: list[Any] = []
-        self._left: dict[tuple[int, str], Any] | None = None
-        writes = attributes_written(source)
-        of_codes = ((write, names) for code, names in codes for write in names_of(code).written)
-        for write, names in (*((one, namespace) for one in writes), *of_codes):
-            path, name, known = write
-            owner = _found(path, known, names)
-            if name == ANY_NAME:  # which the code makes up
-                is_new = all(owner is not one for one in self._whole)
-                if is_new and isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
-                    self._whole.append(owner)
-                    self._kept += [(owner, each, value) for each, value in list(vars(owner).items())]
-            elif isinstance(owner, (ModuleType, type)) or (type(owner) is FunctionType and _is_librarys(owner)):
-                self._kept.append((owner, name, _attribute(owner, name)))
-            elif owner is None:
-                self._later.append((write, names))
+def _patched(owner: Any, names: frozenset[str]) -> Setting:
+    """Return these attributes of a module, class or function; all of them where code makes up the names."""
+    is_any = ANY_NAME in names
 
-    def end(self) -> None:
-        """Note what the cell leaves. What a later cell has put there since is left alone."""
-        self._add_new()
-        self._left = {(id(owner), name): _attribute(owner, name) for owner, name, _ in self._kept}
+    def read() -> dict[str, _Itself]:
+        if is_any:  # but for parts, which are imported
+            return {name: _Itself(value) for name, value in list(vars(owner).items()) if type(value) is not ModuleType}
+        values = {name: _attribute(owner, name) for name in names}
+        return {name: _Itself(value) for name, value in values.items() if value is not _ABSENT}
 
-    def _add_new(self) -> None:
-        """Take in the attributes that there were not, parts apart that have been imported since."""
-        for owner in self._whole if self._left is None else ():
-            known = {name for one, name, _ in self._kept if one is owner}
-            new = (name for name, value in vars(owner).items() if name not in known and type(value) is not ModuleType)
-            self._kept += [(owner, name, _ABSENT) for name in new]
+    def put(before: dict[str, _Itself]) -> None:
+        now = read()
+        for name in now.keys() | (before if is_any else before.keys() & names):
+            if now.get(name) != (old := before.get(name)):
+                with suppress(AttributeError, TypeError):
+                    delattr(owner, name) if old is None else setattr(owner, name, old.value)
 
-    def leave(self, later: Patches) -> None:
-        """Have all that a later cell has exchanged stay as it is."""
-        left, kept = later._left or {}, later._kept
-        exchanged = {(id(owner), name) for owner, name, old in kept if left.get((id(owner), name), old) is not old}
-        self._kept = [(owner, name, old) for owner, name, old in self._kept if (id(owner), name) not in exchanged]
-
-    def lost(self) -> Iterator[str]:
-        """Yield a sentence for each attribute of what was not loaded yet when the cell began."""
-        for (path, name, known), names in self._later:
-            owner = _found(path, known, names)
-            if isinstance(owner, (ModuleType, type)) and _is_librarys(owner):
-                yield f"`{path}.{name}` was replaced, and what it was before is not known"
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        self._add_new()
-        for owner, name, old in self._kept:
-            now = _attribute(owner, name)
-            if now is old or (self._left is not None and now is not self._left[id(owner), name]):
-                continue
-            with suppress(AttributeError, TypeError):
-                delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)
+    name = name_of(owner) if isinstance(owner, type) else owner.__name__
+    return Setting(f"attributes of {name} at {id(owner):#x}", read, put)
 
 
 def _is_librarys(owner: Any) -> bool:
-    return is_installed(owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None))
+    """Return whether it is a module, a class or a function of a library's."""
+    if not isinstance(owner, (ModuleType, type, FunctionType)):
+        return False
+    if isinstance(owner, type):
+        return is_installed(module_of(owner))
+    return is_installed(owner.__name__ if isinstance(owner, ModuleType) else owner.__module__)
 
 
 def _attribute(owner: Any, name: str) -> Any:

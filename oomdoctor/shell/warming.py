@@ -40,7 +40,7 @@ _MODULES: Final = (
 """What takes longest to load, a step each; what else there is comes with the rehearsal."""
 _ON_TENSORS: Final = (
     *("oomdoctor.evidence.census", "oomdoctor.evidence.devices"),
-    *("oomdoctor.allocator.virtual", "oomdoctor.retry.vault"),
+    *("oomdoctor.allocator.virtual", "oomdoctor.retry.tensor_copies"),
 )
 _PAUSE_S: Final = 0.05
 """Time that the loop gets for other things between two steps."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from oomdoctor.objects.containers import Light, copied, holds, is_light, length_of, refill
+from oomdoctor.objects.containers import copied, holds, is_light, length_of, refill
 from oomdoctor.objects.copies import Allowance, Contents
+from oomdoctor.objects.mementos import Light
+from oomdoctor.retry.reachable import Reach
 
 
 class Shy(dict[str, int]):
@@ -79,10 +81,12 @@ def test_a_set_whose_order_cannot_be_made_again_is_told() -> None:
     for item in range(99_990):
         grown.discard(item)
     light = Light()
-    light.add(grown)
-    assert [*light.lost()] == []
+    light.add(grown, "grown")
+    code = Reach("grown.add(1)", {}, lambda name: ())
+    assert [*light.lost(code)] == []
     grown.add(1)
-    assert [*light.lost()] == ["a set of 10 items was changed, and its order cannot be brought back"]
+    assert light.changed() == "changed `grown`"
+    assert [*light.lost(code)] == ["a set of 10 items was changed, and its order cannot be brought back"]
 
 
 @pytest.mark.parametrize("container", [[1, "a", None], {"a": 1.0}, {1, 2}, OrderedDict(a=b"")])

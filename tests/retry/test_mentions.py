@@ -20,7 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from oomdoctor.program.code_names import EVERYTHING, mentioned
 from oomdoctor.retry import Transaction
-from oomdoctor.retry.reach import held_elsewhere
+from oomdoctor.retry.reachable import held_elsewhere
 
 
 class Slotted:

@@ -76,7 +76,7 @@ def test_whatever_cannot_be_put_back_the_rest_is(broken: str, monkeypatch: pytes
     after = state_digests(names)
     differing = {name for name in before if before[name] != after[name]}
     own = broken.strip("`").partition(".")[0].partition("[")[0]
-    own_names = {"a gradient": {"model"}, "a list": {"config"}, "a Generator": {"numbers"}}.get(broken, {own})
+    own_names = {"a gradient": {"model"}, "a Generator": {"numbers"}}.get(broken, {own})
     if broken == "the random number generators":
         own_names = {f"({own[4:]})"}
     if "model" in own_names:

@@ -25,14 +25,14 @@ from oomdoctor.model.case import OutcomeKind
 from oomdoctor.objects.leaves import state_digests
 from oomdoctor.objects.rng import RandomState
 from oomdoctor.retry import transaction
-from oomdoctor.retry.reach import Reach
+from oomdoctor.retry.reachable import Reach
+from oomdoctor.retry.tensor_copies import TensorCopies
 from oomdoctor.retry.transaction import held_back
-from oomdoctor.retry.vault import TensorVault
 
 CELLS: Final = cells_of("mlp", "AdamW")
 PLACES: Final[dict[str, tuple[Any, str]]] = {
     "what was lost": (Reach, "_walk"),
-    "the restore": (TensorVault, "pieces"),
+    "the restore": (TensorCopies, "pieces"),
     "the end of the restore": (RandomState, "restore"),
 }
 
@@ -78,7 +78,7 @@ def test_as_many_as_there_are_restores(shell: InteractiveShell, place: str) -> N
         modes = len(_get_current_dispatch_mode_stack())
         stack.enter_context(Planted("third iteration"))
         first = stack.enter_context(interrupted(*PLACES[place], times=1))
-        every = stack.enter_context(interrupted(TensorVault, "pieces", times=9))
+        every = stack.enter_context(interrupted(TensorCopies, "pieces", times=9))
         result, shown = run(shell, CELLS[-1])
         assert len(_get_current_dispatch_mode_stack()) == modes + 1
     assert first, shown.stdout + shown.stderr

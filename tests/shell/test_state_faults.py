@@ -39,7 +39,7 @@ BEFORE: Final = {
 DURING: Final = {
     "losses": "oomdoctor.retry.snapshot.Snapshot.losses",
     "restore": "oomdoctor.retry.snapshot.Snapshot.restore",
-    "restore, half done": "oomdoctor.retry.vault._restore",
+    "restore, half done": "oomdoctor.retry.tensor_copies._restore",
     "restore of the last": "oomdoctor.objects.rng.RandomState.restore",
     "cache": "oomdoctor.evidence.host.HostAccelerator.empty_cache",
     "apply": "oomdoctor.retry.transaction.Transaction.armed",
@@ -171,7 +171,7 @@ def test_after_the_cell_is_healed(shell: InteractiveShell, kind: str) -> None:
 @pytest.mark.parametrize("kind", ERRORS)
 def test_when_the_snapshot_is_taken(shell: InteractiveShell, kind: str) -> None:
     shell.reset(new_session=True)
-    with once("oomdoctor.retry.snapshot.Shape", ERRORS[kind]()) as fired:
+    with once("oomdoctor.retry.snapshot.NamespaceState", ERRORS[kind]()) as fired:
         result, _ = run(shell, "kept = 5")
     assert fired
     assert result.success or kind in ("interrupt", "exit"), "ours does not stop the cell"

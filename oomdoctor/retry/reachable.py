@@ -136,24 +136,24 @@ def shares(value: Any) -> bool:
     wave = gc.get_referents(value)
     while wave:
         held.update(map(id, wave))
-        fresh = {id(one): one for one in wave if type(one) not in LIGHT_TYPES and id(one) not in seen}
+        fresh = {id(item): item for item in wave if type(item) not in LIGHT_TYPES and id(item) not in seen}
         seen |= fresh
         if len(seen) > _MOST_LOOKED_AT:
             return True
         inner.clear()
-        for one in fresh.values():
-            kind = type(one)
-            if issubclass(kind, ReferenceType) or _is_users_own(one):
+        for item in fresh.values():
+            kind = type(item)
+            if issubclass(kind, ReferenceType) or _is_users_own(item):
                 return True
             if not issubclass(kind, (ModuleType, type, FunctionType)):  # those are a library's, and everybody's
-                inner.append(one)
+                inner.append(item)
                 if kind in (dict, list, set):
-                    containers.append(one)
+                    containers.append(item)
         wave = gc.get_referents(*inner)
     fresh.clear()
     inner.clear()
     # Our own: ``seen``, ``containers``, the name of the loop and the argument.
-    return any(len(one) and sys.getrefcount(one) > held[id(one)] + 4 for one in containers)
+    return any(len(item) and sys.getrefcount(item) > held[id(item)] + 4 for item in containers)
 
 
 def is_fixed(value: Any) -> bool:
@@ -178,22 +178,25 @@ def held_elsewhere(namespace: dict[str, Any], snapshots: Iterable[Any], unread: 
     Goes through all objects of the process, so it is for after a failure. What widgets call runs between cells: a cell
     that runs it itself mentions the widget, or awaits. ``snapshots`` hold functions as well, and are ours.
     """
-    functions = [one for one in gc.get_referrers(namespace) if type(one) is FunctionType]
+    functions = [function for function in gc.get_referrers(namespace) if type(function) is FunctionType]
     named = (value for name, value in namespace.items() if is_users(name) or name == "Out")
     inside = _inside([*named, *_widgets()], snapshots)
-    classes = [one for one in inside.values() if issubclass(type(one), type) and not is_installed(module_of(one))]
+    classes = [
+        holder for holder in inside.values() if issubclass(type(holder), type) and not is_installed(module_of(holder))
+    ]
     mention: dict[int, frozenset[str]] = {}
-    for one in (*functions, *classes):
-        if names := _mentioned_by_own(one, namespace) & unread:
-            mention[id(one)] = names
-    objects = [one for one in inside.values() if id(type(one)) in mention]
-    mention |= {id(one): mention[id(type(one))] for one in objects}
-    targets = [one for one in (*functions, *classes, *objects) if id(one) in mention]
-    found = set().union(*(mention[id(one)] for one in functions if id(one) in mention and id(one) not in inside))
-    passed = {id(one) for one in (namespace, functions, classes, objects, targets, inside)}
+    for holder in (*functions, *classes):
+        if names := _mentioned_by_own(holder, namespace) & unread:
+            mention[id(holder)] = names
+    objects = [holder for holder in inside.values() if id(type(holder)) in mention]
+    mention |= {id(holder): mention[id(type(holder))] for holder in objects}
+    targets = [holder for holder in (*functions, *classes, *objects) if id(holder) in mention]
+    outside = (id(function) for function in functions if id(function) not in inside)
+    found = set().union(*(mention.get(key, ()) for key in outside))
+    passed = {id(holder) for holder in (namespace, functions, classes, objects, targets, inside)}
     for holder in gc.get_referrers(*targets) if targets else ():
         if id(holder) not in inside and id(holder) not in passed and type(holder) is not FrameType:
-            found |= set().union(*(mention.get(id(one), ()) for one in gc.get_referents(holder)))
+            found |= set().union(*(mention.get(id(held), ()) for held in gc.get_referents(holder)))
     return found
 
 
@@ -207,8 +210,9 @@ def _widgets() -> list[Any]:
 
 def _mentioned_by_own(value: Any, namespace: dict[str, Any]) -> frozenset[str]:
     """Return which globals in ``namespace`` a function mentions, or the methods of a class that have it for theirs."""
-    own = [value] if type(value) is FunctionType else [one for one in vars(value).values() if type(one) is FunctionType]
-    return frozenset[str]().union(*(names_of(one.__code__).mentioned for one in own if one.__globals__ is namespace))
+    held = [value] if type(value) is FunctionType else vars(value).values()
+    own = (item for item in held if type(item) is FunctionType and item.__globals__ is namespace)
+    return frozenset[str]().union(*(names_of(function.__code__).mentioned for function in own))
 
 
 def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:
@@ -216,12 +220,12 @@ def _inside(values: list[Any], snapshots: Iterable[Any]) -> dict[int, Any]:
     seen: dict[int, Any] = {}
     wave = [*values, *snapshots]
     while wave and len(seen) < _MOST_HELD:
-        fresh = {id(one): one for one in wave if type(one) not in LIGHT_TYPES and id(one) not in seen}
+        fresh = {id(item): item for item in wave if type(item) not in LIGHT_TYPES and id(item) not in seen}
         seen |= fresh
-        wave = gc.get_referents(*(one for one in fresh.values() if not _is_a_librarys(one)))
-        for one in fresh.values():
-            if type(one) is FunctionType and _is_a_librarys(one):
-                wave += [*(one.__closure__ or ()), one.__dict__]
+        wave = gc.get_referents(*(item for item in fresh.values() if not _is_a_librarys(item)))
+        for item in fresh.values():
+            if type(item) is FunctionType and _is_a_librarys(item):
+                wave += [*(item.__closure__ or ()), item.__dict__]
     return seen
 
 

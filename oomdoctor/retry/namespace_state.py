@@ -1,4 +1,4 @@
-"""The shape of the user's state: what names are bound to, and what lies in what they lead to.
+"""The state of a namespace at the start of a cell: what names are bound to, and what lies in what they lead to.
 
 Taken before every cell, so it looks at as little as it can: numbers and text are copied as they are, heavy values are
 held weakly, tensors are watched and copied later if need be. Objects of other libraries are looked into for modules,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
@@ -20,7 +20,6 @@ from oomdoctor.objects.containers import (
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     REFILLED,
-    Light,
     Recipe,
     Unbegun,
     attribute_path,
@@ -35,7 +34,7 @@ from oomdoctor.objects.containers import (
 from oomdoctor.objects.copies import LONG, Allowance, Long
 from oomdoctor.objects.frames import locals_of
 from oomdoctor.objects.kinds import Kind, kind_of
-from oomdoctor.objects.mementos import DEEP, Attributes, Memento, Numbers, Reached
+from oomdoctor.objects.mementos import DEEP, Attributes, Light, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_installed, is_users
 from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
 from oomdoctor.retry.notes import (
@@ -51,23 +50,24 @@ from oomdoctor.retry.notes import (
 )
 
 if TYPE_CHECKING:
-    from oomdoctor.retry.vault import TensorVault
+    from oomdoctor.retry.tensor_copies import TensorCopies
 
 _CONTAINERS: Final = CONTAINERS - {Kind.TUPLE}
 _REMADE: Final = frozenset({dict, list, set, tuple, OrderedDict, defaultdict})
 """Containers that can be made anew where the original is gone."""
 _SHELLS: Final = ("_ih", "_oh", "_dh", "In", "Out")
 """Names of what IPython keeps itself: inputs, outputs and folders."""
+_STILL: Final = LIGHT_TYPES | {CodeType}
 _FIRST: Final = {Kind.MODULE: 0, Kind.TENSOR: 1}
-_alive: Final[WeakSet[Shape]] = WeakSet()
+_alive: Final[WeakSet[NamespaceState]] = WeakSet()
 
 
-class Shape:
+class NamespaceState:
     """What one namespace led to.
 
     Args:
         namespace: the globals.
-        vault: returns the vault that tensors are watched by; asked for the first tensor.
+        copies: what tensors are watched by.
         source: the cell's text.
         own: the modules of the user's own.
         everything: whether all names are looked at, whatever the text mentions.
@@ -75,7 +75,8 @@ class Shape:
     Attributes:
         names: all that there were. bindings: how each name of the user's is held that the cell may get at.
         is_everything: whether those are all.
-        mementos: of objects, in the order in which they were met. light: containers of numbers and text.
+        mementos: of objects, in the order in which they were met; the first, ``light``, of containers of numbers and
+            text.
         modules: of Python's and of libraries.
         codes: of functions of the user's, each with its globals.
         unknown: sentences on what could not be looked at. is_whole: whether all was looked at.
@@ -84,19 +85,20 @@ class Shape:
     def __init__(
         self,
         namespace: dict[str, Any],
-        vault: Callable[[], TensorVault],
+        copies: TensorCopies,
         source: str,
         own: Iterable[ModuleType] = (),
         *,
         everything: bool = False,
     ) -> None:
-        self.vault = vault
+        self.copies = copies
         self.known: dict[int, Any] = {id(namespace[name]): namespace[name] for name in _SHELLS if name in namespace}
         self.known[id(namespace)] = namespace
         self.modules: list[ModuleType] = []
         self.mementos: list[Memento] = []
         self.add = self.mementos.append
         self.light = Light()
+        self.add(self.light)
         self.codes: list[tuple[CodeType, dict[str, Any]]] = []
         self.unknown: list[str] = []
         self.unbegun: list[Unbegun] = []
@@ -115,12 +117,12 @@ class Shape:
         for generator in self.unbegun:
             generator.count()
         # In no cycle with the snapshot, so that all is let go of when the cell ends, not when cycles are collected.
-        del self.known, self.vault, self.allowance, self.add, self._namespace, self._mentioned
+        del self.known, self.copies, self.allowance, self.add, self._namespace, self._mentioned
         _alive.add(self)
 
     @staticmethod
-    def alive() -> list[Shape]:
-        """Return the shapes that are held."""
+    def alive() -> list[NamespaceState]:
+        """Return the states that are held."""
         return list(_alive)
 
     def mention(self, names: frozenset[str]) -> None:
@@ -154,9 +156,8 @@ class Shape:
             for name, value in found.items():
                 self.bindings[name] = self._hold_guarded(value, name)
 
-    def absorb(self, other: Shape) -> None:
-        """Take what another shape of the same state has looked at besides."""
-        self.light.absorb(other.light)
+    def absorb(self, other: NamespaceState) -> None:
+        """Take what another look at the same state has noted besides."""
         for name, own in vars(self).items():
             if type(own) is list and own is not self.names:
                 own += vars(other)[name]
@@ -175,7 +176,7 @@ class Shape:
 
     def hold(self, value: Any, path: str, depth: int) -> Any:
         """Return how to hold ``value``, noting on the way what lies in it."""
-        if type(value) in LIGHT_TYPES:
+        if type(value) in _STILL:
             return value
         if id(value) in self.known:
             known = self.known[id(value)]
@@ -189,14 +190,14 @@ class Shape:
             note_atom(self, value, path, depth)
             return value
         if type(value) in REFILLED and not value:
-            self.light.add(value)
+            self.light.add(value, path)
             return value
         if depth <= 0 or len(self.known) > MOST_OBJECTS:
             if kind in _CONTAINERS or kind in OBJECTS or (kind is Kind.OBJECT and is_open(type(value))):
                 self.add(Reached(weak(value), path, DEEP))
             return value
         if type(value) in PLAIN_CONTAINERS and len(value) <= LONG and is_light(value):
-            self.light.add(value)
+            self.light.add(value, path)
             return value
         if is_unbegun(value):
             return self._hold_generator(value, path, depth)
@@ -236,9 +237,14 @@ class Shape:
                     if len(item) > LONG:
                         self.add(Long(item, module.__name__, self.allowance))
                     elif is_light(item):
-                        self.light.add(item)
+                        self.light.add(item, f"{module.__name__}.{name}")
         except Exception as exc:  # noqa: BLE001 - border: any class of the user's may answer in any way
             self.unknown.append(f"the module `{module.__name__}` could not be looked at ({type(exc).__name__})")
+
+    def fill(self, recipe: Recipe, held: Mapping[Any, Any], depth: int) -> None:
+        """Note in a recipe what something holds, by name, key or index."""
+        recipe.keys, path, item_path = list(held), recipe.path, recipe.item_path
+        recipe.values = [self.hold(item, item_path(path, key), depth - 1) for key, item in held.items()]
 
     def note_globals(self, names: dict[str, Any], path: str, depth: int) -> None:
         """Note the globals of a module of the user's own."""
@@ -252,12 +258,12 @@ class Shape:
             ]
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
-        watched = self.vault().watch(tensor, path)
+        watched = self.copies.watch(tensor, path)
         if tensor.grad_fn is not None or watched.hooks:  # a backward gets at what no name leads to
             self.mention(EVERYTHING)
         light = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= LIGHT_BYTES
         if tensor.is_leaf and tensor.requires_grad:
-            self.vault().watch_gradient(tensor, path)
+            self.copies.watch_gradient(tensor, path)
         return tensor if light else weak(tensor)
 
     def _hold_generator(self, value: Any, path: str, depth: int) -> Any:

@@ -9,25 +9,32 @@ neither: where the text of a cell has one, all is kept before the cell begins. A
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
-
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.containers import GONE, Remade, living, weak
 from oomdoctor.objects.kinds import plain_dict
+
+if TYPE_CHECKING:
+    import torch
 
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the body without anybody's dispatch and function modes, and without autograd."""
+    """Run the body without anybody's dispatch and function modes, and without autograd, where torch is loaded."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -106,7 +113,7 @@ def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
         return version, 0
 
 
-class TensorVault:
+class TensorCopies:
     """Watches tensors and keeps copies of those that are about to change.
 
     Args:
@@ -217,6 +224,8 @@ class TensorVault:
                 watched.aside = True
 
     def _copy(self, watched: Watched, tensor: torch.Tensor) -> None:
+        import torch
+
         if self._room < 0:
             self._room = self._ask_room()
         if not watched.unchanged(tensor):
@@ -311,6 +320,8 @@ class TensorVault:
 
 
 def _restore(watched: Watched) -> None:
+    import torch
+
     tensor = watched.ref()
     if tensor is None:
         return
@@ -354,6 +365,8 @@ def _restore_gradient(held: Callable[[], Any], watched: Watched | None) -> None:
 
 def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Return whether the contents are those of the copy; of other than plain tensors the counter must tell."""
+    import torch
+
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
         return True
     return torch.equal(tensor.detach().cpu(), copy)
@@ -361,6 +374,8 @@ def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 def _has_contents(tensor: torch.Tensor) -> bool:
     """Return whether the storage has all elements: FSDP resizes it to nothing, and reading would be out of bounds."""
+    import torch
+
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return True
     try:
@@ -375,6 +390,8 @@ def _has_contents(tensor: torch.Tensor) -> bool:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory is its own: no view of it, no graph, no other process shares it."""
+    import torch
+
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.is_nested or tensor.is_inference() or tensor.grad_fn is not None:
         return False
@@ -399,6 +416,8 @@ def _write(tensor: torch.Tensor, copy: Any, device: torch.device, *, is_apart: b
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:
+    import torch
+
     set_counter = torch._C._autograd._unsafe_set_version_counter
     try:
         set_counter((tensor,), (version,))
