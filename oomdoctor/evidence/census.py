@@ -22,19 +22,26 @@ import torch
 from oomdoctor.evidence.ledger import C_COUNTS, Ledger, Place, all_tensors, bases_of, held_by_c
 from oomdoctor.evidence.saved_in import Modules, note_modules
 from oomdoctor.model.memory import Census, Role
+from oomdoctor.objects.children import bounds_of, sort_of
 from oomdoctor.objects.containers import items_of, pairs_of
 from oomdoctor.objects.frames import Frame, in_backward_elsewhere
-from oomdoctor.objects.graph import DEEPEST, Graphs, Saved
-from oomdoctor.objects.held import bounds_of, sort_of
 from oomdoctor.objects.kinds import Kind, is_plain_key, kind_of, parts_of, plain_dict, registered
 from oomdoctor.objects.paths import Found, Holder, Origin, Path, Root, Ways, member
-from oomdoctor.objects.storages import Bare, begin_of, is_fake, is_plain, storages_of, unobserved
+from oomdoctor.objects.storages import (
+    DEEPEST,
+    Bare,
+    Graphs,
+    Saved,
+    begin_of,
+    is_fake,
+    is_plain,
+    storages_of,
+    unobserved,
+)
 from oomdoctor.objects.walk import CACHE_NAMES, Walk, tensors_in
 
 _GRAPH: Final = " → graph"
 _NAMELESS: Final = Path(Root(""), None, "(no name leads here)")
-_FEW: Final = 3
-"""Up to so many objects are named in a note."""
 _CHECKPOINT: Final = "torch.utils.checkpoint."
 
 _OWNERS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER})
@@ -61,7 +68,6 @@ class Program:
             container apart.
         step_results: names that the loops of the failing cell bind anew in each round, containers too.
         appends: the statement that adds a tensor with its graph to a list, by the name of the list.
-        out_of_sight: how many objects the garbage collector does not tell of.
     """
 
     names: Sequence[tuple[str, Any]]
@@ -75,7 +81,6 @@ class Program:
     step_names: frozenset[str] = frozenset()
     step_results: frozenset[str] = frozenset()
     appends: Mapping[str, str] = field(default_factory=dict)
-    out_of_sight: int = 0
 
 
 def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
@@ -138,7 +143,7 @@ class _Count:
         self._share_arrays()
         self._modules.note_frames(frame.values.get("self") for frame in self._program.frames if not frame.ends)
         note_modules(self._graphs, self._ledger, self._modules)
-        return self._ledger.censuses(tuple(self._notes()), tuple(self._notes_of_missing()), self._ways())
+        return self._ledger.censuses(tuple(self._notes()), self._ways())
 
     def _claim_hidden(self) -> None:
         """Claim what hangs on tensors that were met, and on tracebacks that the program keeps."""
@@ -448,20 +453,9 @@ class _Count:
             yield f"graphs were followed {DEEPEST:,} nodes deep and no further: freeing them would overflow the stack"
         if self._skips_graphs:
             yield "another thread is in a backward, so what graphs hold was not looked at"
-        for path, _ in self._walk.opaque[:_FEW]:
-            yield f"`{path.names()[0]}` holds memory that no Python tensor shows"
-        if len(self._walk.opaque) > _FEW:
-            yield f"{len(self._walk.opaque) - _FEW} more objects like it hold memory that no Python tensor shows"
         if self._walk.stopped:
             names = ", ".join(f"`{name}`" for name in self._walk.stopped)
             yield f"there are more objects below {names} than were looked at, so some holders have no name here"
-
-    def _notes_of_missing(self) -> Iterator[str]:
-        if self._program.out_of_sight:
-            yield (
-                f"gc.freeze() hides {self._program.out_of_sight:,} objects: tensors among them that no name leads to "
-                "are not found"
-            )
 
 
 def _role_of_graph(path: Path) -> Role:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 import psutil
 
-from oomdoctor.evidence import _cgroup, _proc, _processes
+from oomdoctor.evidence import _kernel, _processes
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, HostMemory, Measured, Pressure
 from oomdoctor.sandbox import reserve
@@ -32,7 +32,7 @@ _COUNTED: Final = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}
 """What the kernel compares with each limit: private writable memory, of libraries too; all address space."""
 
 
-def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
+def read(root: Path = _kernel.ROOT, *, in_full: bool = True) -> HostMemory:
     """Return the host's memory as this process sees it.
 
     Args:
@@ -41,17 +41,17 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
             started, mappings. All that ``binding_limit`` looks at is read in any case.
     """
     machine = _of_linux(root) if psutil.LINUX else _by_psutil()
-    group = _cgroup.read(root)
+    group = _kernel.cgroup(root)
     processes = _processes.read(in_full=in_full)
     kept, limit = reserve.resident(), _limit(root)
-    own = {"used": _proc.less(group.used, kept), "anon": _proc.less(group.anon, kept)}
+    own = {"used": _kernel.less(group.used, kept), "anon": _kernel.less(group.anon, kept)}
     return HostMemory(
-        **machine | {"available": _proc.total(machine["available"], kept)},
-        **processes._asdict() | {name: _proc.less(getattr(processes, name), kept) for name in ("rss", "uss", "pss")},
+        **machine | {"available": _kernel.total(machine["available"], kept)},
+        **processes._asdict() | {name: _kernel.less(getattr(processes, name), kept) for name in ("rss", "uss", "pss")},
         **{f"cgroup_{name}": value for name, value in (group.figures() | own).items()},
         pressure=pressure(root, group.own),
         process_limit=limit[0],
-        process_used=_proc.less(limit[1], reserve.address_space()),
+        process_used=_kernel.less(limit[1], reserve.address_space()),
         process_limit_name=limit[2],
         malloc_free=_malloc_free(),
         bare=_NOT_NOTED,
@@ -61,24 +61,24 @@ def read(root: Path = _proc.ROOT, *, in_full: bool = True) -> HostMemory:
         files_open=_told(lambda: psutil.Process().num_fds(), "real", _NO_FILES.reason),
         files_limit=_soft("RLIMIT_NOFILE"),
         maps=maps(root) if in_full else _processes.LEFT_OUT,
-        maps_limit=_proc.number(root / "proc/sys/vm/max_map_count"),
+        maps_limit=_kernel.number(root / "proc/sys/vm/max_map_count"),
     )
 
 
 def _of_linux(root: Path) -> dict[str, Any]:
-    memory = _proc.Table(root / "proc/meminfo")
-    dirty = _proc.total(memory["Dirty"], memory["Writeback"])
+    memory = _kernel.Table(root / "proc/meminfo")
+    dirty = _kernel.total(memory["Dirty"], memory["Writeback"])
     return {
         "total": memory["MemTotal"],
         "available": memory["MemAvailable"],
         # Buffers are pages of block devices; Cached counts tmpfs as well. Source: proc_meminfo(5).
-        "page_cache": _proc.total(memory["Cached"], memory["Buffers"]),
-        "reclaimable": _proc.less(_proc.total(memory["Active(file)"], memory["Inactive(file)"]), dirty),
+        "page_cache": _kernel.total(memory["Cached"], memory["Buffers"]),
+        "reclaimable": _kernel.less(_kernel.total(memory["Active(file)"], memory["Inactive(file)"]), dirty),
         "dirty": dirty,
         "tmpfs": memory["Shmem"],
         "swap_total": memory["SwapTotal"],
-        "swap_used": _proc.less(memory["SwapTotal"], memory["SwapFree"]),
-        "overcommit": _proc.number(root / "proc/sys/vm/overcommit_memory"),
+        "swap_used": _kernel.less(memory["SwapTotal"], memory["SwapFree"]),
+        "overcommit": _kernel.number(root / "proc/sys/vm/overcommit_memory"),
         "committed": memory["Committed_AS"],
         "commit_limit": memory["CommitLimit"],
     }
@@ -113,7 +113,7 @@ def pressure(root: Path, group: Path | None = None) -> Pressure | Unavailable:
 
 
 def _pressure(path: Path) -> Pressure | Unavailable:
-    found = _proc.text(path)
+    found = _kernel.text(path)
     if isinstance(found, Unavailable):
         return found
     shares = {kind: float(percent) / 100 for kind, percent in _SHARE.findall(found)}
@@ -127,7 +127,7 @@ def _limit(root: Path) -> tuple[Measured, Measured, str | Unavailable]:
 
     Where none is set, what the first that there is would be compared with is told as used.
     """
-    status = _proc.Table(root / "proc/self/status")
+    status = _kernel.Table(root / "proc/self/status")
     found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
     told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
     if told:
@@ -158,7 +158,7 @@ def _malloc_free() -> Measured:
     return int(tell().fordblks)
 
 
-def maps(root: Path = _proc.ROOT) -> Measured:
+def maps(root: Path = _kernel.ROOT) -> Measured:
     """Return how many memory mappings this process has."""
     try:
         with (root / "proc/self/maps").open("rb") as lines:
@@ -215,7 +215,7 @@ class HostAccelerator:
         """Return the host's memory by the limit that binds first."""
         capacity, free, which = binding_limit(read(in_full=False))
         unknown = Unavailable("the host's allocator keeps no count of tensors")
-        peak = _proc.Table(_proc.ROOT / "proc/self/status")["VmHWM"]
+        peak = _kernel.Table(_kernel.ROOT / "proc/self/status")["VmHWM"]
         grown = isinstance(peak, int) and self._base is not None
         return DeviceMemory(
             name=self.name,

@@ -5,7 +5,6 @@ The first to claim a storage owns it, so that each is counted once.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,27 +213,23 @@ class Ledger:
             ]
         return known
 
-    def censuses(self, notes: tuple[str, ...], missing: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
+    def censuses(self, notes: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
         """Return one census for each place, in their order.
 
         Args:
-            notes: sentences for each of them; ``missing``: for those of which not all is known to be found.
+            notes: sentences for each of them.
             ways: who else leads to what the paths lead to; None where not all of that was looked at.
         """
         self._claim_workspaces()
         pairs = zip(self._places, self._entries, strict=True)
-        return tuple(_census(memory, entries, notes, missing, ways) for (memory, _), entries in pairs)
+        return tuple(_census(memory, entries, notes, ways) for (memory, _), entries in pairs)
 
 
-def _census(
-    device: DeviceMemory, entries: list[Entry], notes: tuple[str, ...], missing: tuple[str, ...], ways: Ways | None
-) -> Census:
+def _census(device: DeviceMemory, entries: list[Entry], notes: tuple[str, ...], ways: Ways | None) -> Census:
     roles: dict[Role, int] = {}
     for entry in entries:
         roles[entry.role] = roles.get(entry.role, 0) + entry.total.bytes
     found = sum(roles.values())
-    if isinstance(device.allocated, Unavailable) or device.allocated > found:
-        notes += missing
     if not isinstance(device.allocated, Unavailable) and device.allocated > found:
         roles[Role.UNEXPLAINED] = roles.get(Role.UNEXPLAINED, 0) + device.allocated - found
     groups = nlargest(_MOST_HOLDINGS, _groups(entries), key=_bytes)
@@ -324,9 +319,6 @@ def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
-_OF_A_START: Final = 10_000
-"""More objects than a start of the interpreter puts out of the collector's sight: 375 in CPython 3.12, else none."""
-
 _base: Final = vars(torch._C.TensorBase)["_base"].__get__
 
 
@@ -366,12 +358,3 @@ C_COUNTS: Final = _counts_of_c()
 def all_tensors() -> list[Any]:
     """Return every tensor of the program that the garbage collector knows."""
     return without_apart(alive(torch.Tensor))
-
-
-def out_of_sight() -> int:
-    """Return how many objects the program has put out of the garbage collector's sight, by ``gc.freeze``.
-
-    No call tells what they are, and to bring them back would undo for good what the program did.
-    """
-    frozen = gc.get_freeze_count()
-    return frozen if frozen > _OF_A_START else 0

@@ -33,6 +33,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.model.sizes import MIB
 from oomdoctor.objects.alive import alive
+from oomdoctor.objects.children import elements_of
 from oomdoctor.objects.frames import (
     chained,
     frames_of,
@@ -46,7 +47,6 @@ from oomdoctor.objects.frames import (
     traceback_of,
     unbound_in,
 )
-from oomdoctor.objects.held import elements_of
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import words
@@ -133,7 +133,6 @@ def _program(
 ) -> census.Program:
     """Return what the census sets out from."""
     from oomdoctor.evidence import census
-    from oomdoctor.evidence.ledger import out_of_sight
 
     namespace = spelled(session.namespace)
     frames = [*frames_of(exc, filenames, namespace), *running_frames(filenames, namespace)]
@@ -154,7 +153,6 @@ def _program(
         in_step=exc is not None or any(frame.values for frame in own),
         step_names=bound.union(*running),
         step_results=loop_results(session.cells.failing.source) if exc is not None else frozenset(),
-        out_of_sight=out_of_sight(),
         appends={one.names[0]: one.names[1] for one in code.sites.get("detach_history", ())},
     )
 

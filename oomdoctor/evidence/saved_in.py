@@ -25,9 +25,8 @@ import torch
 
 from oomdoctor.evidence.ledger import Entry, Ledger
 from oomdoctor.model.memory import Role
-from oomdoctor.objects.graph import LEAF, Graphs
 from oomdoctor.objects.paths import Path
-from oomdoctor.objects.storages import plain_storages, storages_of
+from oomdoctor.objects.storages import LEAF, Graphs, plain_storages, storages_of
 
 _LISTS: Final = frozenset(
     map(id, (torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict, torch.nn.ParameterList))

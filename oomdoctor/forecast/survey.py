@@ -25,8 +25,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.alive import alive, is_apart
-from oomdoctor.objects.graph import Graphs
 from oomdoctor.objects.kinds import registered
+from oomdoctor.objects.storages import Graphs
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.tracker import Tracker

@@ -1,22 +1,30 @@
-"""Storages of tensors, read without dispatching an operation or running code of the user's.
+"""Storages of tensors, and what the autograd graph keeps of them, read without running an operation or the user's code.
 
 A storage is known by the address of its ``StorageImpl``: views, tied weights and detached copies share one. Plain
 tensors are read in bulk, since each attribute of each of 50,000 tensors would else cost a turn of the interpreter.
+
+The tensors that a graph saved for backward are found by walking ``next_functions``. They are read through
+``_raw_saved_*``, never through ``_saved_*`` or ``saved_tensors``: those unpack, and on a checkpointed graph to unpack
+is to run the forward again. What a hook has packed is looked at as it lies there: a checkpoint's place holder holds
+no memory, ``save_on_cpu`` holds a host tensor.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from types import GetSetDescriptorType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.objects.held import attributes
-from oomdoctor.objects.kinds import Kind, kind_of, module_of
+from oomdoctor.objects.children import attributes
+from oomdoctor.objects.kinds import Kind, PerType, held_by, kind_of, module_of, plain_dict, qualname_of
+from oomdoctor.objects.walk import tensors_in
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that answer for themselves, in C."""
@@ -169,3 +177,166 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+DEEPEST: Final = 10_000
+"""A node that Python has looked at is freed by recursion (torch 2.13; others by a loop): about 45,000 nodes in a row
+overflow a stack of 8 MiB, by experiment."""
+_RAW: Final = "_raw_saved_"
+LEAF: Final = "AccumulateGrad"
+"""Type of the node that accumulates the gradient of a leaf."""
+_grad_fn: Final = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+
+class Saved(NamedTuple):
+    """What the graph behind one tensor holds that no graph before it did.
+
+    Attributes:
+        tensors: saved for backward.
+        leaves: tensors that gradients accumulate into; ``again``: those of them that a graph before it held as well.
+        is_alive: whether it, or a graph that it shares nodes with, still holds saved tensors; a backward frees them.
+    """
+
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    again: list[torch.Tensor]
+    is_alive: bool
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Walks graphs, each node once. Short-lived: it holds nodes, and those hold memory.
+
+    Attributes:
+        is_cut: whether a graph was deeper than it was followed.
+        packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
+        links: which graphs run into one that was walked before, each by its number, counted from 0.
+        saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
+        made: every tensor that a graph was followed from; ``makers``: the node that made it, for each.
+        below: ``next_functions`` of every node that was followed.
+        roots: the last node of each graph; ``inner``: those that a module has made which was still running.
+    """
+
+    packed: Counter[str] = field(default_factory=Counter)
+    links: dict[int, set[int]] = field(default_factory=dict)
+    is_cut: bool = False
+    saved: list[torch.Tensor] = field(default_factory=list)
+    savers: list[Any] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
+    makers: list[Any] = field(default_factory=list)
+    below: dict[Any, tuple[tuple[Any, int], ...]] = field(default_factory=dict)
+    roots: set[Any] = field(default_factory=set)
+    inner: set[Any] = field(default_factory=set)
+    _met: dict[Any, int] = field(default_factory=dict)
+    _alive: list[bool] = field(default_factory=list)
+
+    def behind(self, tensor: Any, *, is_inner: bool = False) -> Saved | None:
+        """Return what the graph that made ``tensor`` holds, None for a tensor without one; see ``from_node``."""
+        root = _grad_fn(tensor)
+        if root is None:
+            return None
+        self.made.append(tensor)
+        self.makers.append(root)
+        return self.from_node(root, is_inner=is_inner)
+
+    def from_node(self, root: Any, *, is_inner: bool = False) -> Saved:
+        """Return what the graph holds that ``root`` is the last node of.
+
+        Args:
+            is_inner: whether a module that was still running has made it.
+        """
+        number = len(self._alive)
+        self._alive.append(False)
+        (self.inner if is_inner else self.roots).add(root)
+        met, savers, todo = self._met, self.savers, [(root, 0)]
+        tensors: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = []
+        again: dict[Any, None] = {}
+        shares, count = False, 0
+        while todo:
+            node, depth = todo.pop()
+            if node in met:
+                before = met[node]
+                shares = shares or self._alive[before]
+                if before != number and type(node).__name__ == LEAF:
+                    again[node] = None
+                elif before != number:
+                    self.links.setdefault(before, set()).add(number)
+                continue
+            met[node] = number
+            cls = type(node)
+            readers, is_leaf, is_python = _sort_of.known.get(id(cls)) or _sort_of(cls)
+            if is_leaf:
+                leaves.append(node.variable)
+                self.below[node] = ()
+                continue
+            for read in readers:
+                self._take(read, node, tensors)
+            if is_python:  # a Function written in Python keeps what it likes
+                for value in (plain_dict(node) or {}).values():
+                    tensors += tensors_in(value)
+            if len(tensors) > count:
+                savers += [node] * (len(tensors) - count)
+                count = len(tensors)
+            if depth < DEEPEST:
+                below = self.below[node] = node.next_functions
+                todo += [(following, depth + 1) for following, _ in below if following is not None]
+            else:
+                self.is_cut = True
+        self.saved += tensors
+        self._alive[number] = bool(tensors) or shares
+        return Saved(tensors, leaves, [node.variable for node in again], self._alive[number])
+
+    def _take(self, read: Any, node: Any, tensors: list[torch.Tensor]) -> None:
+        try:
+            saved = read(node)
+        except RuntimeError:  # a backward freed it
+            return
+        for one in saved if type(saved) is tuple else (saved,):
+            try:
+                held = one.data
+            except (AttributeError, RuntimeError):
+                continue
+            if type(held) is torch.Tensor or kind_of(type(held)) is Kind.TENSOR:
+                tensors.append(held)
+            elif held is not None:
+                inside = list(tensors_in(held))
+                tensors += inside or _kept_for_recomputing(one)
+                if not inside:
+                    self.packed[f"{module_of(type(held))}.{qualname_of(type(held))}"] += 1
+
+
+def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
+    """Yield what a checkpoint keeps to run its forward again: inputs, and states of random number generators.
+
+    They hang on the hook that would unpack. Source: ``_checkpoint_hook``, ``_CheckpointFrame.saved_args`` and
+    ``fwd_cpu_state`` in torch/utils/checkpoint.py, torch 2.13.
+    """
+    hook = getattr(saved, "unpack_hook", None)
+    for _, held in held_by(hook) if hook is not None else ():
+        values: list[Any] = list((plain_dict(held) or {}).values())
+        for item in (item for value in values if type(value) in (list, tuple) for item in value):
+            kept = getattr(item, "data", None) if type(item) is torch._C._autograd.SavedTensor else None
+            if kind_of(type(kept)) is Kind.TENSOR:
+                yield kept
+        for _, item in (kept for value in values if kind_of(type(value)) is Kind.CALLABLE for kept in held_by(value)):
+            yield from tensors_in(item)
+
+
+def _sort(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
+    """Return how nodes of a class are read.
+
+    Returns:
+        The getters of their raw saved tensors, which are made in C, whether they are leaves, and whether they are of a
+        Function written in Python.
+    """
+    readers = tuple(
+        value.__get__
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if name.startswith(_RAW) and type(value) is GetSetDescriptorType
+    )
+    return readers, cls.__name__ == LEAF, issubclass(cls, torch._C._FunctionBase)
+
+
+_sort_of: Final = PerType(_sort)

@@ -14,8 +14,7 @@ from itertools import chain, compress, islice, repeat
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.memory import Role
-from oomdoctor.objects.containers import CONTAINERS, items_of
-from oomdoctor.objects.held import (
+from oomdoctor.objects.children import (
     Apart,
     Sort,
     base_of,
@@ -27,6 +26,7 @@ from oomdoctor.objects.held import (
     objects_of,
     sort_of,
 )
+from oomdoctor.objects.containers import CONTAINERS, items_of
 from oomdoctor.objects.kinds import Kind, mro_of
 from oomdoctor.objects.paths import ARROW, Found, Holder, Path, Root, Ways
 
@@ -73,7 +73,7 @@ class Walk:
         modules: every ``nn.Module`` once, with its path, until it is taken from here; likewise ``optimizers``.
         stopped: names below which there were more objects than are looked at.
         ways: the other paths by which objects were met again.
-        opaque: what C++ alone can look into, with its path; ``arrays``: those of NumPy, but for those in bulk.
+        arrays: those of NumPy with their paths, but for those in bulk.
     """
 
     passed_over: frozenset[int] = frozenset()
@@ -82,7 +82,6 @@ class Walk:
     optimizers: deque[tuple[Path, Any]] = field(default_factory=deque)
     stopped: dict[str, None] = field(default_factory=dict)
     ways: Ways = field(default_factory=Ways)
-    opaque: list[tuple[Path, Any]] = field(default_factory=list)
     arrays: list[tuple[Path, Any]] = field(default_factory=list)
     _later: deque[_Todo | list[_Todo]] = field(default_factory=deque)
     """Large containers, and what hangs on a root of which there was too much."""
@@ -191,8 +190,6 @@ class Walk:
             found.append(Found((), path, contained=todo.contained, role=todo.role, node=value))
         elif sort.apart is Apart.STORAGE:
             found.append(Found((), path, contained=todo.contained, role=todo.role, storage=value))
-        elif sort.apart is Apart.OPAQUE:
-            self.opaque.append((path, value))
         which: Iterable[bool] | None = None
         if kind in CONTAINERS:
             items = items_of(value, kind)

@@ -322,19 +322,6 @@ def test_the_graph_of_a_gradient_is_the_gradients() -> None:
         model.zero_grad()
 
 
-def test_what_the_collector_does_not_tell_of_is_said_where_memory_may_be_missing() -> None:
-    def notes(**known: int) -> str:
-        place = replace(HOST, **known)
-        program = census.Program(names=[("x", kept)], out_of_sight=12345)
-        (found,) = census.take(program, [(place, lambda tensor: tensor is kept)])
-        return " ".join(found.notes)
-
-    kept = big(1 << 20)
-    assert "hides 12,345 objects" in notes()
-    assert "hides 12,345 objects" in notes(allocated=2 * kept.nbytes)
-    assert notes(allocated=kept.nbytes) == ""
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -547,7 +534,7 @@ def test_locals_survive_a_report_under_a_trace_function() -> None:
 def test_a_very_deep_graph_is_followed_so_far_that_it_can_still_be_freed() -> None:
     code = """
 import threading, torch
-from oomdoctor.objects.graph import DEEPEST, Graphs
+from oomdoctor.objects.storages import DEEPEST, Graphs
 total = torch.ones((), requires_grad=True)
 for _ in range(20 * DEEPEST):
     total = total * 1.0001

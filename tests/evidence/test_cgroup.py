@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from trees import GIB, MIB, RECLAIMABLE, UNLIMITED, mount, of, plant, v1_group, v2_group
 
-from oomdoctor.evidence import _cgroup
+from oomdoctor.evidence import _kernel
 from oomdoctor.model.absence import Unavailable
 
 V2 = mount("cgroup2", "/", "/sys/fs/cgroup")
@@ -25,7 +25,7 @@ CPU = mount("cgroup", "/", "/sys/fs/cgroup/cpu", "rw,cpu,cpuacct")
 
 def test_the_own_group_of_a_v2_system(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/user.slice/jupyter.service": v2_group(8 * GIB, 6 * GIB, ooms=4, kills=2)}
-    found = _cgroup.read(plant(tmp_path, of("0::/user.slice/jupyter.service\n", V2), groups))
+    found = _kernel.cgroup(plant(tmp_path, of("0::/user.slice/jupyter.service\n", V2), groups))
     assert (found.version, found.limit, found.used) == (2, 8 * GIB, 6 * GIB)
     assert (found.file, found.anon, found.tmpfs) == (GIB, 5 * GIB, 40 * MIB)
     assert found.reclaimable == RECLAIMABLE
@@ -35,7 +35,7 @@ def test_the_own_group_of_a_v2_system(tmp_path: Path) -> None:
 def test_the_own_group_of_a_v1_system(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/memory/slurm/job_7": v1_group(8 * GIB, 6 * GIB, kills=2)}
     membership = "4:cpu,cpuacct:/elsewhere\n3:memory:/slurm/job_7\n1:name=systemd:/init.scope\n"
-    found = _cgroup.read(plant(tmp_path, of(membership, CPU, V1), groups))
+    found = _kernel.cgroup(plant(tmp_path, of(membership, CPU, V1), groups))
     assert (found.version, found.limit, found.used) == (1, 8 * GIB, 6 * GIB)
     assert (found.file, found.anon, found.tmpfs) == (GIB, 5 * GIB, 40 * MIB)
     assert found.reclaimable == RECLAIMABLE
@@ -44,7 +44,7 @@ def test_the_own_group_of_a_v1_system(tmp_path: Path) -> None:
 
 def test_v1_meeting_its_limit_is_not_running_out(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/memory": v1_group(8 * GIB, 6 * GIB, failcnt=812)}
-    found = _cgroup.read(plant(tmp_path, of("3:memory:/\n", V1), groups))
+    found = _kernel.cgroup(plant(tmp_path, of("3:memory:/\n", V1), groups))
     assert isinstance(found.ooms, Unavailable)
     assert "812 times" in found.ooms.reason
 
@@ -60,7 +60,7 @@ def test_the_strictest_group_above_binds_and_kills_are_the_own_groups(tmp_path: 
         f"{base}/pod/box/own": make(8 * GIB, 2 * GIB, kills=1),
     }
     membership = "3:memory:/pod/box/own\n" if version == 1 else "0::/pod/box/own\n"
-    found = _cgroup.read(plant(tmp_path, of(membership, V1 if version == 1 else V2), groups))
+    found = _kernel.cgroup(plant(tmp_path, of(membership, V1 if version == 1 else V2), groups))
     assert (found.limit, found.used, found.oom_kills) == (4 * GIB, 4 * GIB - MIB, 1)
 
 
@@ -69,19 +69,19 @@ def test_a_large_group_with_less_room_is_stricter_than_a_small_one(tmp_path: Pat
         "sys/fs/cgroup/a": v2_group(64 * GIB, 64 * GIB),
         "sys/fs/cgroup/a/b": v2_group(4 * GIB, GIB),
     }
-    found = _cgroup.read(plant(tmp_path, of("0::/a/b\n", V2), groups))
+    found = _kernel.cgroup(plant(tmp_path, of("0::/a/b\n", V2), groups))
     assert found.limit == 64 * GIB
 
 
 def test_memory_high_binds_before_memory_max(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/a": v2_group(8 * GIB, 2 * GIB, high=3 * GIB)}
-    assert _cgroup.read(plant(tmp_path, of("0::/a\n", V2), groups)).limit == 3 * GIB
+    assert _kernel.cgroup(plant(tmp_path, of("0::/a\n", V2), groups)).limit == 3 * GIB
 
 
 def test_a_v1_limit_above_what_is_mounted_is_told_by_the_statistics(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/memory": v1_group(UNLIMITED.strip(), 2 * GIB, hierarchical=3 * GIB)}
     where = of("3:memory:/docker/abc\n", mount("cgroup", "/docker/abc", "/sys/fs/cgroup/memory", "rw,memory"))
-    found = _cgroup.read(plant(tmp_path, where, groups))
+    found = _kernel.cgroup(plant(tmp_path, where, groups))
     assert (found.limit, found.used) == (3 * GIB, 2 * GIB)
 
 
@@ -90,7 +90,7 @@ def test_v1_groups_above_one_without_hierarchy_do_not_count(tmp_path: Path) -> N
         "sys/fs/cgroup/memory/a": {**v1_group(GIB, 0), "memory.use_hierarchy": "0\n"},
         "sys/fs/cgroup/memory/a/b": v1_group(4 * GIB, 2 * GIB),
     }
-    assert _cgroup.read(plant(tmp_path, of("3:memory:/a/b\n", V1), groups)).limit == 4 * GIB
+    assert _kernel.cgroup(plant(tmp_path, of("3:memory:/a/b\n", V1), groups)).limit == 4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_v1_groups_above_one_without_hierarchy_do_not_count(tmp_path: Path) -> N
 )
 def test_a_container_finds_its_group_at_the_root_of_the_mount(tmp_path: Path, path: str, top: str) -> None:
     groups = {"sys/fs/cgroup": v2_group(2 * GIB, GIB), "sys/fs/elsewhere": v2_group(GIB, GIB)}
-    found = _cgroup.read(plant(tmp_path, of(f"0::{path}\n", mount("cgroup2", top, "/sys/fs/cgroup")), groups))
+    found = _kernel.cgroup(plant(tmp_path, of(f"0::{path}\n", mount("cgroup2", top, "/sys/fs/cgroup")), groups))
     assert (found.version, found.limit, found.own) == (2, 2 * GIB, tmp_path / "sys/fs/cgroup")
 
 
@@ -115,13 +115,13 @@ def test_a_hybrid_system_has_the_controller_in_v1(tmp_path: Path) -> None:
         "sys/fs/cgroup/unified/a": {"cgroup.procs": "1\n"},
     }
     unified = mount("cgroup2", "/", "/sys/fs/cgroup/unified")
-    found = _cgroup.read(plant(tmp_path, of("3:memory:/a\n0::/a\n", unified, CPU, V1), groups))
+    found = _kernel.cgroup(plant(tmp_path, of("3:memory:/a\n0::/a\n", unified, CPU, V1), groups))
     assert (found.version, found.limit) == (1, 2 * GIB)
 
 
 def test_a_v2_group_without_the_controller_is_counted_in_the_next_above(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/a": v2_group(2 * GIB, GIB, kills=3), "sys/fs/cgroup/a/b": {"cgroup.procs": "1\n"}}
-    found = _cgroup.read(plant(tmp_path, of("0::/a/b\n", V2), groups))
+    found = _kernel.cgroup(plant(tmp_path, of("0::/a/b\n", V2), groups))
     assert (found.limit, found.oom_kills) == (2 * GIB, 3)
 
 
@@ -137,7 +137,7 @@ def test_a_v2_group_without_the_controller_is_counted_in_the_next_above(tmp_path
 def test_where_there_is_no_group_the_reason_is_told(
     tmp_path: Path, files: dict[str, str], groups: dict[str, dict[str, str]], reason: str
 ) -> None:
-    found = _cgroup.read(plant(tmp_path, files, groups))
+    found = _kernel.cgroup(plant(tmp_path, files, groups))
     for value in (found.version, found.limit, found.used, found.reclaimable, found.oom_kills):
         assert isinstance(value, Unavailable)
         assert reason in value.reason
@@ -150,14 +150,14 @@ def test_a_group_without_a_limit_still_tells_its_usage(tmp_path: Path, version: 
         if version == 1
         else (of("0::/a\n", V2), {"sys/fs/cgroup/a": v2_group("max", 2 * GIB)})
     )
-    found = _cgroup.read(plant(tmp_path, where, groups))
+    found = _kernel.cgroup(plant(tmp_path, where, groups))
     assert found.limit == Unavailable("the memory cgroup sets no limit")
     assert found.used == 2 * GIB
 
 
 def test_statistics_of_an_old_kernel_leave_only_what_they_lack_unknown(tmp_path: Path) -> None:
     group = v2_group(2 * GIB, GIB) | {"memory.stat": f"anon {GIB}\nfile 5\n", "memory.events": "garbage\n"}
-    found = _cgroup.read(plant(tmp_path, of("0::/a\n", V2), {"sys/fs/cgroup/a": group}))
+    found = _kernel.cgroup(plant(tmp_path, of("0::/a\n", V2), {"sys/fs/cgroup/a": group}))
     assert (found.limit, found.anon) == (2 * GIB, GIB)
     assert isinstance(found.reclaimable, Unavailable)
     assert "active_file" in found.reclaimable.reason

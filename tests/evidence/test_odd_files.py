@@ -18,7 +18,7 @@ import psutil
 import pytest
 from trees import GIB, MEMINFO, MIB, PRESSURE, mount, of, plant, v1_group, v2_group
 
-from oomdoctor.evidence import _cgroup, _proc, _processes, host
+from oomdoctor.evidence import _kernel, _processes, host
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostMemory, Pressure
 from oomdoctor.model.sizes import format_size
@@ -52,7 +52,7 @@ def everything(root: Path) -> HostMemory:
     found = host.read(root, in_full=False)
     figures = {field.name: getattr(found, field.name) for field in fields(HostMemory)}
     figures |= {"maps": host.maps(root), "pressure of all": host.pressure(root)}
-    group = _cgroup.read(root)
+    group = _kernel.cgroup(root)
     figures |= {f"group's {name}": value for name, value in group.figures().items()}
     for name, value in figures.items():
         if isinstance(value, Pressure):
@@ -168,7 +168,7 @@ def test_files_damaged_by_chance(tmp_path: Path, version: int) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_group_that_vanishes_while_it_is_read(tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = _proc.text, 0
+    real, left = _kernel.text, 0
 
     def text(path: Path) -> str | Unavailable:
         nonlocal left
@@ -177,7 +177,7 @@ def test_a_group_that_vanishes_while_it_is_read(tmp_path: Path, version: int, mo
             shutil.rmtree(tmp_path / "sys")
         return real(path)
 
-    monkeypatch.setattr(_proc, "text", text)
+    monkeypatch.setattr(_kernel, "text", text)
     reads = 0
     for at in range(1, 60):
         machine(tmp_path, version)
@@ -239,7 +239,7 @@ def test_a_limit_that_is_no_number_is_not_taken_for_no_limit(tmp_path: Path, dam
     for folder in ("a", "a/b"):
         path = root / "sys/fs/cgroup" / folder / "memory.max"
         path.write_bytes(SPOIL[damage](path.read_text()))
-    found = _cgroup.read(root)
+    found = _kernel.cgroup(root)
     assert isinstance(found.limit, Unavailable)
     assert "memory.max holds no number" in found.limit.reason
     assert found.used == 3 * GIB
@@ -260,7 +260,7 @@ def test_a_damaged_line_hides_nothing_but_itself(tmp_path: Path) -> None:
 def test_a_list_of_groups_in_another_form_is_not_taken_for_none(tmp_path: Path) -> None:
     root = machine(tmp_path, 2)
     (root / "proc/self/cgroup").write_text("memory /a\n")
-    assert "another form" in _cgroup.read(root).limit.reason  # type: ignore[union-attr]
+    assert "another form" in _kernel.cgroup(root).limit.reason  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -80,27 +80,6 @@ def test_a_node_of_a_graph_leads_to_what_the_graph_holds(wrap: Any, many: int) -
     assert held.frees == ("del node" if many == 1 else "del nodes")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_packed_weights_of_quantized_layers_are_named_in_a_note() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-    notes = [note for note in taken({"small": small}).notes if "no Python tensor shows" in note]
-    assert [note.split("`")[1] for note in notes] == [f"small[{at}]._packed_params._packed_params" for at in (0, 1)]
-    assert not [note for note in taken({"model": model}).notes if "no Python tensor shows" in note]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_constants_of_frozen_and_traced_scripts_are_told() -> None:
-    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()).eval()))
-    table = [big()]
-    traced = torch.jit.trace(lambda x: x + table[0], (big(),), check_trace=False)
-    found = taken({"frozen": frozen, "traced": traced})
-    weights = [one for one in found.holdings if one.path.startswith("frozen")]
-    assert sum(one.bytes for one in weights) == 4 * (64 * 64 + 64)
-    assert {one.role for one in weights} == {Role.PARAMETER}
-    assert holding(found, "traced → constant").bytes == BYTES
-
-
 # Beside the items ----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER, Program
 
 import oomdoctor
 from oomdoctor.model.memory import Census, Holding, Role
-from oomdoctor.objects.graph import Graphs
+from oomdoctor.objects.storages import Graphs
 
 
 @pytest.fixture(autouse=True)

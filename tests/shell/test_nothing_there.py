@@ -18,8 +18,8 @@ from pathlib import Path
 root = Path("root")  # relative, for a report whose lines do not depend on where the test runs
 import psutil
 psutil.PROCFS_PATH = str(root / "proc")
-from oomdoctor.evidence import _proc, host
-_proc.ROOT = root
+from oomdoctor.evidence import _kernel, host
+_kernel.ROOT = root
 host.read.__defaults__ = (root,)
 """
 PROGRAM = """\

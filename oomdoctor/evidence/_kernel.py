@@ -1,11 +1,14 @@
-"""The memory cgroup that binds this process: its limit, what is charged to it, and what the kernel did about it.
+"""Files of the kernel that tell of memory, and the cgroup that binds this process: its limit, what is charged to it.
+
+The files under ``/proc`` and ``/sys/fs/cgroup`` come in two forms: one number, and a table with ``key value`` on each
+line, where a value may carry the unit ``kB``. What is not there or not allowed is ``Unavailable`` and says which file.
 
 A process may use no more than the strictest of its own group and of all groups above it. The groups are found by the
 paths that ``/proc/self/cgroup`` names, below the places where every system mounts them. In a container the path may
 begin outside of what is mounted; then the rest of it is looked for, and the root of the mount is the container's own
 group, or the nearest to it that can be seen. On a hybrid system the version is that of the memory controller.
 
-Source: cgroups(7), Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+Source: proc(5), cgroups(7), Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 
 Limits: of a limit above everything that is visible, v1 tells the size and not what is charged to it; v2 tells nothing.
 """
@@ -16,9 +19,98 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.evidence import _proc
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
+
+ROOT: Final = Path("/")
+
+_LARGEST_FILE: Final = 16 << 20
+"""Far above what the kernel writes: ``mountinfo`` of a host with thousands of containers has a few MiB."""
+_PIECE: Final = 1 << 16
+"""The kernel makes a buffer of the size asked for before it reads a file of ``/proc/sys``, and refuses a large one."""
+_LARGEST: Final = 1 << 64
+"""The kernel counts in 64 bits."""
+_DIGITS: Final = len(str(_LARGEST))
+
+
+def text(path: Path) -> str | Unavailable:
+    """Return the text of a file; bytes that are not UTF-8 are kept as surrogates."""
+    found = bytearray()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while len(found) <= _LARGEST_FILE and (more := file.read(_PIECE)):
+                found += more
+    except FileNotFoundError:
+        return Unavailable(f"there is no {path}")
+    except OSError as error:
+        return Unavailable(f"{path} cannot be read: {error.strerror or error}")
+    except ValueError as error:  # a NUL in the path
+        return Unavailable(f"{path} cannot be read: {error}")
+    if len(found) > _LARGEST_FILE:
+        return Unavailable(f"{path} is too long to be what the kernel writes")
+    return found.decode("utf-8", "surrogateescape")
+
+
+def may_exist(path: Path) -> bool:
+    """Return whether there is a file or folder, or it cannot be told, because the way to it is forbidden."""
+    try:
+        path.stat()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def number(path: Path) -> Measured:
+    """Return the number that a file consists of."""
+    found = text(path)
+    if isinstance(found, Unavailable):
+        return found
+    count = _count(found.strip())
+    return Unavailable(f"{path} holds no number") if count is None else count
+
+
+def _count(word: str, unit: int = 1) -> int | None:
+    """Return how many times ``unit`` the word says, None where it is no number that the kernel could have counted."""
+    if not (word.isascii() and word.isdigit() and len(word) <= _DIGITS):
+        return None
+    return count if (count := int(word) * unit) < _LARGEST else None
+
+
+class Table(dict[str, Measured]):
+    """The table that a file holds: numbers by their keys, sizes in bytes; a key that is not there says so."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._found = path, text(path)
+        for line in self._found.splitlines() if isinstance(self._found, str) else ():
+            words = line.split()
+            if len(words) > 1:
+                key, count = words[0].rstrip(":"), _count(words[1], 1024 if words[2:] == ["kB"] else 1)
+                self[key] = Unavailable(f"{path} holds no number for {key}") if count is None else count
+
+    def __missing__(self, key: str) -> Measured:
+        return Unavailable(f"{self._path} has no {key}") if isinstance(self._found, str) else self._found
+
+
+def total(*parts: Measured) -> Measured:
+    """Return the sum of ``parts``, or why one of them is not known."""
+    result = 0
+    for part in parts:
+        if isinstance(part, Unavailable):
+            return part
+        result += part
+    return result
+
+
+def less(whole: Measured, *parts: Measured) -> Measured:
+    """Return ``whole`` without ``parts``, at least zero, or why one of them is not known."""
+    taken = total(*parts)
+    if isinstance(whole, Unavailable) or isinstance(taken, Unavailable):
+        return whole if isinstance(whole, Unavailable) else taken
+    return max(whole - taken, 0)
+
 
 _UNLIMITED: Final = 1 << 60
 """v1 writes the largest count of pages for no limit, which is a little less than 2**63 bytes."""
@@ -91,7 +183,7 @@ _V2: Final = _Form(
 )
 
 
-def read(root: Path = _proc.ROOT) -> Cgroup:
+def cgroup(root: Path = ROOT) -> Cgroup:
     """Return the group that leaves this process the least; where none sets a limit, its own."""
     found = _folders(root)
     if isinstance(found, Unavailable):
@@ -106,23 +198,23 @@ def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
     Pages that wait to be written cannot be dropped at once; tmpfs and locked pages stand on other lists than those
     that files are reclaimed from.
     """
-    stat = _proc.Table(folder / "memory.stat")
+    stat = Table(folder / "memory.stat")
     active, inactive = (stat[key] for key in form.reclaimed_from)
     return Cgroup(
         version=form.version,
         limit=_limit(form, folder, stat),
-        used=_proc.number(folder / form.usage),
+        used=number(folder / form.usage),
         file=stat[form.file],
-        reclaimable=_proc.less(_proc.total(active, inactive), *(stat[key] for key in form.unwritten)),
+        reclaimable=less(total(active, inactive), *(stat[key] for key in form.unwritten)),
         anon=stat[form.anon],
         tmpfs=stat[form.tmpfs],
-        oom_kills=_proc.Table(own / form.kills)["oom_kill"],
+        oom_kills=Table(own / form.kills)["oom_kill"],
         ooms=_ooms(form, folder),
         own=own,
     )
 
 
-def _limit(form: _Form, folder: Path, stat: _proc.Table) -> Measured:
+def _limit(form: _Form, folder: Path, stat: Table) -> Measured:
     """Return the strictest limit of one group; v1 tells in ``memory.stat`` also that of groups above it."""
     own = [_bound(folder / name) for name in form.limits]
     above = [stat["hierarchical_memory_limit"]] if form is _V1 else []
@@ -134,15 +226,15 @@ def _limit(form: _Form, folder: Path, stat: _proc.Table) -> Measured:
 
 def _bound(path: Path) -> Measured:
     """Return the number in ``path``, in which v2 writes ``max`` for no limit."""
-    found = _proc.text(path)
-    return _UNLIMITED if isinstance(found, str) and found.strip() == "max" else _proc.number(path)
+    found = text(path)
+    return _UNLIMITED if isinstance(found, str) and found.strip() == "max" else number(path)
 
 
 def _ooms(form: _Form, folder: Path) -> Measured:
     """Return how often the group ran out. v1 counts how often its limit was met, which page cache does as well."""
     if form is _V2:
-        return _proc.Table(folder / "memory.events")["oom"]
-    met = _proc.number(folder / "memory.failcnt")
+        return Table(folder / "memory.events")["oom"]
+    met = number(folder / "memory.failcnt")
     if isinstance(met, Unavailable) or met == 0:
         return met
     return Unavailable(f"cgroup v1 counts only how often the limit was met, page cache included: {met} times")
@@ -157,14 +249,14 @@ def _room(group: Cgroup) -> float:
 
 def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
     """Return the version in force, and the folders of this process's own group and of those above it."""
-    memberships = _proc.text(root / "proc/self/cgroup")
+    memberships = text(root / "proc/self/cgroup")
     if isinstance(memberships, Unavailable):
         return Unavailable("the kernel does not tell which cgroup this process is in")
     found = _membership(memberships)
     if isinstance(found, Unavailable):
         return found
     form, path = found
-    top = next(filter(_proc.may_exist, (root / mount for mount in form.mounts)), None)
+    top = next(filter(may_exist, (root / mount for mount in form.mounts)), None)
     if top is None:
         return Unavailable(f"the files of the memory cgroup (v{form.version}) are not mounted here")
     folders = list(_upwards(form, _place(top, path), top))
@@ -193,14 +285,14 @@ def _place(top: Path, path: str) -> Path:
     parts = PurePosixPath(path).parts[1:]
     # A group outside of this process's cgroup namespace begins with "/..".
     folders = [top.joinpath(*parts[first:]) for first in range(len(parts))] if ".." not in parts else []
-    return next(filter(_proc.may_exist, folders), top)
+    return next(filter(may_exist, folders), top)
 
 
 def _upwards(form: _Form, own: Path, top: Path) -> Iterator[Path]:
     """Yield the folders with a memory controller from ``own`` up to ``top``, those whose limit counts for it."""
     for folder in (own, *own.parents):
-        if _proc.may_exist(folder / form.usage):
+        if may_exist(folder / form.usage):
             yield folder
         # Before Linux 5.11 the groups below a v1 group were not counted in it unless told so, by this file.
-        if folder == top or _proc.number(folder.parent / "memory.use_hierarchy") == 0:
+        if folder == top or number(folder.parent / "memory.use_hierarchy") == 0:
             return

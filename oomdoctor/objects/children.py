@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache, partial
-from itertools import chain, compress
+from itertools import compress
 from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
@@ -76,10 +76,6 @@ class Apart(Enum):
     """One of the autograd graph."""
     UNWOUND = auto()
     """A frame, or the traceback that leads through some: their locals."""
-    SCRIPT = auto()
-    """What TorchScript compiled: constants of its code are tensors."""
-    OPAQUE = auto()
-    """An object of TorchScript that is made in C++, as packed weights of quantized layers are."""
 
 
 class Sort(NamedTuple):
@@ -120,7 +116,7 @@ def _role(cls: type, apart: Apart | None) -> Role | None:
     """Return the role that follows from a type. Source: transformers.cache_utils (``DynamicCache`` and its like)."""
     if any(module_of(base) == "transformers.cache_utils" for base in mro_of(cls)):
         return Role.KV_CACHE
-    return {Apart.UNWOUND: Role.TRACEBACK, Apart.SCRIPT: Role.PARAMETER}.get(apart) if apart else None
+    return Role.TRACEBACK if apart is Apart.UNWOUND else None
 
 
 def _apart(cls: type) -> Apart | None:
@@ -129,10 +125,6 @@ def _apart(cls: type) -> Apart | None:
         return Apart.STORAGE
     if cls is FrameType or cls is TracebackType:
         return Apart.UNWOUND
-    if not names.isdisjoint({("torch", "ScriptModule"), ("torch.jit", "ScriptFunction")}):
-        return Apart.SCRIPT
-    if ("torch", "ScriptObject") in names:
-        return Apart.OPAQUE
     # Nodes that are made in C++ have no base in common.
     is_node = any(name == "next_functions" for base in mro_of(cls) for name in members_of(base) if type(name) is str)
     return Apart.NODE if is_node and not is_users_class(cls) else None
@@ -174,8 +166,6 @@ def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iter
         yield from _suspended(value)
     elif sort.apart is Apart.UNWOUND:
         yield from _unwound(value)
-    elif sort.apart is Apart.SCRIPT:
-        yield from ((f"{ARROW}constant", tensor) for tensor in _constants(value))
     elif kind is Kind.MODULE:
         own = plain_dict(value)
         modules = registered(value, "_modules", own)
@@ -329,16 +319,3 @@ def elements_of(array: Any) -> Sequence[Any]:
         return ()
     plain = getters["view"](array, getters["view"].__objclass__)  # a class of the user's would be told of each field
     return [item for name in dtype.names or () for item in elements_of(plain[name])]
-
-
-def _constants(script: Any) -> Iterator[Any]:
-    """Yield the tensors that TorchScript code holds as constants; ``freeze`` makes all weights such."""
-    from torch.jit import ScriptFunction
-
-    if issubclass(type(script), ScriptFunction):
-        graphs = [script.graph]
-    else:
-        graphs = [script._get_method(name).graph for name in script._method_names()]
-    for node in chain.from_iterable(graph.findAllNodes("prim::Constant") for graph in graphs):
-        if node.hasAttribute("value") and node.kindOf("value") == "t":
-            yield node.t("value")
