@@ -1,9 +1,7 @@
 """Makes plain lines out of what a terminal, a notebook or a log collector made of a message.
 
-Of a long text, what repeats is left out, so that megabytes of progress cost little to read. The shape of a line is what
-is left of it without digits and bars. Of each shape the first and the last lines are kept, and everything beside a line
-of a rare shape: a traceback stays whole. Of what is left, stretches with none of the words of any message go, and where
-megabytes remain, their middle, apart from what says in so many words, of some languages, that memory ran out.
+Of a long text, stretches with none of the words of any message are left out, and where megabytes remain, their middle,
+apart from what says in so many words, of some languages, that memory ran out.
 
 Limits: a prefix that no tool in the table prints stays, unless the lines beside it have the same one; and a line that
 was cut in the middle of a number is put together again only where the words around the number tell so. JSON over
@@ -15,9 +13,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import compress, pairwise
+from itertools import pairwise
 from typing import Any, Final
 
 from oomdoctor.incident.formats import lowered_of
@@ -100,7 +97,7 @@ def clean(text: str) -> str:
 def clean_lines(text: str) -> list[str]:
     """Return the clean lines of ``text``, each with the single space that a wrap may have left at either end.
 
-    Of a long text, lines that repeat one shape are left out (see ``thin``).
+    Of a long text, what cannot matter is left out (see ``thin``).
     """
     text = log_text(thin(notebook_output(ends(text, LIMIT))))
     text = _ANSI.sub("", text)
@@ -257,14 +254,8 @@ def _messages(record: dict[str, Any]) -> Iterator[str]:
             yield from _strings(value)
 
 
-_REPEATING: Final = 1 << 16
-"""Characters from which on what repeats is left out."""
 _LONG: Final = 1 << 19
-"""Characters from which on what cannot matter is left out as well."""
-_KEPT: Final = 12
-"""Lines of one shape that are kept at either end."""
-_BESIDE: Final = 40
-"""Lines that are kept before and after a line of a rare shape."""
+"""Characters from which on what cannot matter is left out."""
 _ABOVE, _BELOW = 24_000, 6_000
 """Characters that are kept around an anchor: the traceback above a message, and the message."""
 _MOST: Final = 1 << 20
@@ -287,17 +278,10 @@ ANCHORS: Final = (
 TRANSLATED: Final = ("已杀死", "无法分配内存", "getötet", "processus arrêté", "強制終了", "убито")
 """The same in the languages that are met most; looked for where a text is not ASCII."""
 
-_DROPPED: Final = bytes({*b"0123456789.:,%#=>|-+ \t\r", 0xE2, *range(0x80, 0xC0)})
-"""Digits, and of UTF-8 what bars, frames and spinners are made of."""
-_BLANK: Final = re.compile(r"\n{3,}")
-
 
 def thin(text: str) -> str:
-    """Return ``text`` as it is where it is short, and otherwise without what repeats or cannot matter."""
-    if len(text) <= _REPEATING:
-        return text
-    kept = _without_repeats(text)
-    return kept if len(kept) <= _LONG else _around_anchors(kept)
+    """Return ``text`` as it is where it is short, and otherwise without what cannot matter."""
+    return text if len(text) <= _LONG else _around_anchors(text)
 
 
 def ends(text: str, most: int) -> str:
@@ -305,53 +289,17 @@ def ends(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}\n{text[-(most // 2) :]}"
 
 
-def _without_repeats(text: str) -> str:
-    if "\n\n\n" in text:
-        text = _BLANK.sub("\n\n", text)
-    lines = text.split("\n")
-    shapes = text.encode("utf-8", "replace").translate(None, _DROPPED).split(b"\n")
-    counts = Counter(shapes)
-    common = {shape for shape, count in counts.items() if count > 2 * _KEPT}
-    if 2 * sum(counts[shape] for shape in common) < len(lines):
-        return text
-    wanted = bytearray(len(lines))
-    for at in (*_first(shapes, common), *(len(lines) - 1 - at for at in _first(reversed(shapes), common))):
-        wanted[at] = 1
-    beside = -1  # the line up to which all is kept
-    for at in compress(range(len(lines)), map((set(counts) - common).__contains__, shapes)):
-        low = max(beside, at - _BESIDE, 0)
-        beside = min(len(lines), at + _BESIDE + 1)
-        wanted[low:beside] = b"\1" * (beside - low)
-    return "\n".join(compress(lines, wanted))
-
-
-def _first(shapes: Iterable[bytes], common: set[bytes]) -> Iterator[int]:
-    """Yield where the first lines of each common shape stand; ends as soon as all are found."""
-    left = dict.fromkeys(common, _KEPT)
-    for at, shape in enumerate(shapes):
-        if shape in left:
-            yield at
-            left[shape] -= 1
-            if not left[shape]:
-                del left[shape]
-                if not left:
-                    return
-
-
 def _around_anchors(text: str) -> str:
     lowered = lowered_of(text)
     spans: list[tuple[int, int]] = [(0, _BELOW), (max(0, len(text) - _ABOVE), len(text))]
     there = [anchor for anchor in ANCHORS if anchor in lowered]
     said = [strong for strong in STRONG if any(anchor in strong for anchor in there)]
-    for strong in said if text.isascii() else (*said, *TRANSLATED):
-        places = list(_hits(lowered, strong))
-        spans += _around([*places[:_ENDS], *places[-_ENDS:]], len(text))
-    spans = _merged(spans)
-    for anchor in there:
-        if sum(high - low for low, high in spans) > _MOST:
-            break
-        spans = _merged(spans + _around(_hits(lowered, anchor), len(text)))
-    return ends("\n".join(text[low:high] for low, high in spans), _MOST)
+    for words in (*said, *(() if text.isascii() else TRANSLATED), *there):
+        places = list(_hits(lowered, words))
+        more = _merged(spans + _around([*places[:_ENDS], *places[-_ENDS:]], len(text)))
+        if sum(high - low for low, high in more) <= _MOST:
+            spans = more
+    return "\n".join(text[low:high] for low, high in spans)
 
 
 def _around(places: Iterable[int], end: int) -> list[tuple[int, int]]:
