@@ -45,8 +45,8 @@ for little, because PyTorch prints some of its hints always. *Confidence* is its
 cause is right when it fires, and sorts the findings. A fact that is not known makes an expression false. In a shell,
 `oomdoctor rules show ID` prints the same, with the examples on which a rule must fire and must stay silent.
 
-Rules of your own: a folder in `c.OomDoctor.rule_paths`, or a package with an entry point of the group `oomdoctor.rules`
-that names a package of rule files. `oomdoctor rules check PATH` names every fault in them with its line.
+Rules of your own: a folder in `c.OomDoctor.rule_paths`. `oomdoctor rules check PATH` names every fault in them with its
+line.
 
 """
 

@@ -61,13 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_all_characters() -> None:
-    """Have the output written in ASCII where its encoding lacks a character, as in a locale without UTF-8."""
+    """Have a ``?`` written where the output's encoding lacks a character, as in a locale without UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if encoding.lower() not in ("utf-8", "utf8") and isinstance(stream, io.TextIOWrapper):
-            from oomdoctor.views.mime import SUBSTITUTE
-
-            stream.reconfigure(errors=SUBSTITUTE)
+            stream.reconfigure(errors="replace")
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ import json
 import os
 import stat
 import sys
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Final
@@ -25,8 +24,7 @@ _UNREAD: Final = (
     f"The text is longer than {2 * _HALF >> 20} MiB: its middle was not read, "
     f"only the first and the last {_HALF >> 20} MiB."
 )
-_CHUNK: Final = 1 << 16
-_LONGEST: Final = 4 << 30
+_LONGEST: Final = 256 << 20
 """Bytes that are read of an input of which neither the size nor the end is known."""
 _SAMPLE: Final = 10_000
 
@@ -42,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain the text; 0 where memory ran out, 1 where it did not."""
     from oomdoctor.pipeline import explain
-    from oomdoctor.rulebook import configured
+    from oomdoctor.rulebook import everything
 
     if len(args.files) > 1:
         raise UsageError(f"one text at a time, and {len(args.files)} were given")
     (name,) = args.files or ["-"]
     text, whole = _text(name)
-    explanation = explain(text, rules=configured(known_fixes=fixes.ids()))
+    explanation = explain(text, rules=everything((), fixes.ids()))
     if not explanation.incident.is_oom and _is_binary(text):
         raise UsageError(f"{'the input' if name == '-' else name} is not text")
     if not whole:
@@ -79,34 +77,24 @@ def _text(name: str) -> tuple[str, bool]:
 
 
 def _ends(file: IO[bytes]) -> tuple[bytes, bool]:
-    """Return the first and the last bytes of ``file``, and whether these are all; no more than these is held."""
-    head = file.read(_HALF)
-    if len(head) < _HALF:
-        return head, True
+    """Return the first and the last bytes of ``file``, and whether these are all."""
+    head, skipped = file.read(_HALF), 0
     if _is_plain(file):
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(_HALF, size - _HALF))
-        tail = file.read(_HALF)
-    else:
-        chunks: deque[bytes] = deque(maxlen=_HALF // _CHUNK)
-        size = _HALF
-        while chunk := file.read(_CHUNK):
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > _LONGEST:
-                endless = f"the input has no end within {_LONGEST >> 30} GiB"
-                raise UsageError(f"{endless}: give a file, or the part that matters")
-        tail = b"".join(chunks)
-    whole = size <= len(head) + len(tail)
-    return head + (b"" if whole else b"\n") + tail, whole
+        skipped = max(0, os.fstat(file.fileno()).st_size - 2 * _HALF)
+        file.seek(len(head) + skipped)
+    rest = file.read(_LONGEST)
+    if len(rest) == _LONGEST:
+        raise UsageError(f"the input has no end within {_LONGEST >> 20} MiB: give a file, or the part that matters")
+    skipped += max(0, len(rest) - _HALF)
+    return head + (b"\n" if skipped else b"") + rest[-_HALF:], not skipped
 
 
 def _is_plain(file: IO[bytes]) -> bool:
     """Whether ``file`` has an end to go to; a device such as /dev/zero lets itself be sought and has none."""
     try:
-        return file.seekable() and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except OSError:  # it is no file of the system's
-        return file.seekable()
+        return False
 
 
 def _decoded(read: bytes) -> str:

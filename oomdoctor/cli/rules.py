@@ -7,18 +7,15 @@ import json
 import linecache
 import os
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
-from oomdoctor.rulebook import configured, load, locate
+from oomdoctor.rulebook import everything, load, locate
 from oomdoctor.rulebook.loading import files_in
 from oomdoctor.views.words import count
 
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add(actions, "list", "name all rules, those of installed packages and of your profile's settings included")
+    _add(actions, "list", "name all rules")
     _add(actions, "show", "print one rule with its reasons").add_argument("id", metavar="ID")
     _add(actions, "check", "check rule files, their examples included").add_argument(
         "paths", metavar="PATH", type=Path, nargs="*", help="files or folders; the shipped rules by default"
@@ -46,7 +43,7 @@ def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for; 1 where a checked rule has a fault."""
-    book = configured(known_fixes=fixes.ids())
+    book = everything((), fixes.ids())
     if args.action == "check":
         return _check([path.expanduser() for path in args.paths] or [locate()], book, as_json=args.json)
     if args.action == "show":
@@ -81,29 +78,11 @@ def _brief(rule: Rule) -> dict[str, object]:
 
 
 def _list(book: RuleBook) -> None:
-    """Print the rules by family: as a table where there is a terminal, else one line each, for grep."""
-    console = Console(highlight=False)
-    rules = sorted(book.rules, key=lambda rule: (_family(rule), -rule.file.confidence, rule.file.id))
-    if not console.is_terminal:
-        for rule in rules:
-            print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {rule.file.title}")
-    else:
-        console.print(Group(*(_family_table(family, list(group)) for family, group in groupby(rules, key=_family))))
-        console.print(Text(f"{len(rules)} rules. `oomdoctor rules show ID` tells more of one.", "dim"))
+    """Print the rules by family, one line each."""
+    for rule in sorted(book.rules, key=lambda rule: (_family(rule), -rule.file.confidence, rule.file.id)):
+        print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {rule.file.title}")
     for fault in book.faults:
-        console.print(Text(f"left out: {fault}", "red"), soft_wrap=True)
-
-
-def _family_table(family: str, rules: Sequence[Rule]) -> RenderableType:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    table.add_column(no_wrap=True, style="bold", width=36)
-    table.add_column(ratio=1)
-    table.add_column(no_wrap=True, style="dim", width=20)
-    table.add_column(justify="right", style="dim")
-    for rule in rules:
-        cause = rule.file.cause.value.replace("_", " ")
-        table.add_row(Text(rule.file.id), Text(rule.file.title), cause, f"{rule.file.confidence:.0%}")
-    return Group(Text(f"{family} ({len(rules)})", "bold underline"), Padding(table, (0, 0, 1, 2)))
+        Console(highlight=False).print(Text(f"left out: {fault}", "red"), soft_wrap=True)
 
 
 def _story(rule: Rule) -> RenderableType:

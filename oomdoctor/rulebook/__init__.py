@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from oomdoctor.rulebook.loading import load
+from oomdoctor.rulebook.loading import everything, load, locate, of_notebook
 from oomdoctor.rulebook.matching import RuleBook
-from oomdoctor.rulebook.sources import configured, everything, locate, of_notebook
 
-__all__ = ["RuleBook", "configured", "everything", "load", "locate", "of_notebook"]
+__all__ = ["RuleBook", "everything", "load", "locate", "of_notebook"]

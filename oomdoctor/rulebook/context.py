@@ -78,7 +78,6 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         # how many devices this process uses
         **_numbers("devices"),
         "card_that_fits": str,
-        "card_that_fits_memory": float,
     },
     "host": {
         **_of(HostMemory),

@@ -13,11 +13,12 @@ from dataclasses import fields
 from typing import Final, TypeVar
 
 from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
-from oomdoctor.model.sizes import GIB, format_size
+from oomdoctor.model.sizes import format_size
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
 
 T = TypeVar("T")
@@ -146,46 +147,14 @@ def _other_widths(code: Mapping[str, Fact], census: Mapping[str, Fact]) -> dict[
 
 
 def _card(incident: Mapping[str, Fact], device: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Return the smallest card that would have held what is allocated and what was asked for, if this one cannot."""
+    """Return the smallest well-known card that would have held what is allocated and asked for, if this one cannot."""
     asked, total = _number(incident.get("requested")), _number(device.get("total") or incident.get("total"))
     held = _number(device.get("allocated"))
     held = _number(incident.get("allocated")) if held is None else held
     if incident.get("on_host") or asked is None or held is None or total is None or not held <= total < held + asked:
         return {}
-    for size, name in _CARDS:
-        if held + asked <= _USABLE * size * GIB:
-            return {"card_that_fits": name, "card_that_fits_memory": size * GIB}
-    return {}
-
-
-_CARDS: Final = (
-    (8, "GeForce RTX 4060"),
-    (12, "GeForce RTX 3060 or RTX 4070"),
-    (16, "T4, V100 16 GB or GeForce RTX 4080"),
-    (24, "L4, A10 or GeForce RTX 4090"),
-    (32, "V100 32 GB or GeForce RTX 5090"),
-    (40, "A100 40 GB"),
-    (48, "L40S or RTX 6000 Ada"),
-    (80, "A100 80 GB or H100"),
-    (96, "RTX PRO 6000 Blackwell or GH200"),
-    (141, "H200"),
-    (180, "B200"),
-    (192, "Instinct MI300X"),
-    (256, "Instinct MI325X"),
-    (288, "Instinct MI355X"),
-)
-"""Sizes of cards in GiB as they are sold, the smallest first, and what one or two common ones of each are called.
-
-Source: https://www.nvidia.com/en-us/geforce/graphics-cards/compare/, https://www.nvidia.com/en-us/data-center/,
-https://www.nvidia.com/en-us/design-visualization/desktop-graphics/,
-https://www.amd.com/en/products/accelerators/instinct.html.
-"""
-_USABLE: Final = 0.91
-"""Least share of it that ``torch.cuda.mem_get_info`` gives as the total: error correction and the driver keep some.
-
-Source: totals in messages of ``torch.OutOfMemoryError``: T4 14.75 of 16, L4 22.03 of 24, L40S 44.4 of 48, A100 39.4 of
-40 and 79.2 of 80, H200 139.8 of 141 GiB.
-"""
+    fits = next((card.name for card in CARDS if held + asked <= card.total_bytes - CONTEXT_BYTES), None)
+    return {} if fits is None else {"card_that_fits": fits}
 
 
 def _number(value: Fact) -> float | None:

@@ -1,5 +1,8 @@
 """Reads rule files, checks them, and makes a rule book of them, or says everything that is wrong at once.
 
+Rules are those that oomdoctor ships, and those of folders that the settings of the notebook name, where the extension
+is loaded into it. The shell command has no notebook, and takes none.
+
 Each value of a YAML file knows its line, so that a fault can name it. In a folder, what begins with a dot is passed
 over: Jupyter keeps copies in ``.ipynb_checkpoints``.
 Limits: links to folders below the one that was named are not followed.
@@ -8,7 +11,9 @@ Limits: links to folders below the one that was named are not followed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +21,12 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from oomdoctor.errors import Fault
+from oomdoctor.errors import Fault, NotAvailable
 from oomdoctor.rulebook.facts import complete
 from oomdoctor.rulebook.matching import Rule, RuleBook
 from oomdoctor.rulebook.schema import RuleFile, compiled, facts_in
 
 _LARGEST: Final = 256 << 10
-_MOST_ENTRIES: Final = 100_000
 _SUFFIXES: Final = frozenset({".yaml", ".yml"})
 
 
@@ -66,13 +70,8 @@ def _found(path: Path, faults: list[Fault]) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    entries = 0
     for place, folders, names in os.walk(path, onerror=refused):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        entries += len(folders) + len(names)
-        if entries > _MOST_ENTRIES:
-            fault(path, f"more than {_MOST_ENTRIES:,} files lie here: name the folder of the rules")
-            return
         for name in sorted(names):
             if not name.startswith(".") and (one := Path(place, name)).suffix.lower() in _SUFFIXES:
                 yield one
@@ -103,19 +102,7 @@ _DEEPEST: Final = 20
 """Levels of lists and mappings, of which a rule has five. The composer in C goes down by calls, and has no limit."""
 
 # The parser in C is several times as fast; a build of PyYAML without libyaml does not have it.
-_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_Parser):  # type: ignore[misc]
-    """Says where a value stands that looks like a date or a number and is none."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except yaml.YAMLError:
-            raise
-        except (ValueError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise NotYaml(error, node.start_mark.line + 1) from None
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NotYaml(ValueError):
@@ -161,19 +148,23 @@ def parse(text: str) -> Document:
         loader = _Loader(text)
         root = loader.get_single_node()
         return Document(values=None if root is None else loader.construct_document(root), root=root)
+    except NotYaml:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise NotYaml(error.problem or error.context, mark.line + 1 if mark else 1) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise NotYaml("it has a character that cannot be printed", line) from None
+    except (ValueError, ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a date that is none
+        raise NotYaml(error, 1) from None
 
 
 def _refuse_depth_and_aliases(text: str) -> None:
     """Refuse what is nested without end, and one value in several places: a few lines of those are a billion values."""
     depth = 0
     event: Any
-    for event in yaml.parse(text, Loader=_Parser):
+    for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         wrong = "it has an alias (`*name`): write the value out" if isinstance(event, yaml.AliasEvent) else None
         if depth > _DEEPEST:
@@ -204,6 +195,52 @@ def _repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _repeated(item)
+
+
+def locate() -> Path:
+    """Return the folder of the rules that oomdoctor ships: in the installed package, or beside it in a checkout.
+
+    Raises:
+        NotAvailable: there is neither.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "_rules", package.parent / "rules"):
+        if folder.is_dir():
+            return folder
+    raise NotAvailable(f"the rules are missing: neither {package / '_rules'} nor {package.parent / 'rules'} is there")
+
+
+def everything(folders: Sequence[Path], known_fixes: Collection[str] | None) -> RuleBook:
+    """Return all rules that are sound, shipped and of ``folders``; the first of an id wins.
+
+    They are read once, and again when a file of ``folders`` has changed. The examples of those that oomdoctor ships are
+    not tried here, which takes as long as a third of the rest: its tests and ``oomdoctor rules check`` have tried them.
+    """
+    wanted = tuple(map(expanded, folders))
+    key = wanted, tuple(_stamps(wanted)), None if known_fixes is None else frozenset(known_fixes)
+    if key not in _books:
+        shipped = locate()
+        _books.clear()
+        _books[key] = load([shipped, *wanted], known_fixes, proven=shipped)
+    return _books[key]
+
+
+_books: dict[object, RuleBook] = {}
+
+
+def _stamps(folders: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+    for path in files_in(folders, []):
+        with suppress(OSError):  # it went away between the two looks
+            about = path.stat()
+            yield str(path), about.st_mtime_ns, about.st_size
+
+
+def of_notebook() -> tuple[Path, ...]:
+    """Return the folders that the settings of this process' notebook name; none where it is no notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    settings = (one for one in getattr(shell, "configurables", ()) if type(one).__name__ == "OomDoctor")
+    return tuple(Path(folder) for one in settings for folder in one.rule_paths)
 
 
 def load(
@@ -250,9 +287,6 @@ class _Reader:
             self.document = parse(text_of(self.path))
         except ValueError as error:
             self._fault(error.line if isinstance(error, NotYaml) else 1, str(error))
-            return None
-        except RecursionError:
-            self._fault(1, "this is not YAML: it is nested too deeply")
             return None
         for key, line in self.document.repeated():
             self._fault(line, f"the key {key!r} is there twice")

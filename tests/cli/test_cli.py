@@ -150,11 +150,11 @@ def test_without_room_for_the_answer_one_line_says_so(tmp_path: Path) -> None:
     assert done.stderr == "oomdoctor explain: [Errno 28] No space left on device\n"
 
 
-def test_what_the_locale_cannot_write_is_written_in_ascii() -> None:
+def test_what_the_locale_cannot_write_is_left_open() -> None:
     """As in a container without a locale: a rule with an arrow in its text."""
     settings = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     show = [sys.executable, "-m", "oomdoctor", "rules", "show", "closure_holds_tensors"]
     whole = command("rules", "show", "closure_holds_tensors").stdout
     assert not whole.isascii()
     done = subprocess.run(show, capture_output=True, encoding="ascii", env=settings, check=True)
-    assert done.stdout == whole.replace("→", "->")
+    assert done.stdout == whole.replace("→", "?")

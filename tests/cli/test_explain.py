@@ -25,14 +25,6 @@ KILLED = "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed
 HALF = 8 << 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_profile(tmp_path_factory):
-    """Keep the settings of whoever runs the tests out of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
-        yield
-
-
 @pytest.fixture
 def told(tmp_path, capsys):
     """Return the status and the JSON of ``explain`` on some bytes."""

@@ -31,14 +31,6 @@ examples:
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_profile(tmp_path_factory):
-    """Keep the settings of whoever runs the tests out of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
-        yield
-
-
 def in_terminal(*arguments: str) -> str:
     """Run the command in a terminal of 120 columns and return what a person sees there."""
     code = "import sys; from oomdoctor.cli import main; sys.exit(main())"
@@ -67,13 +59,6 @@ def test_a_pipe_gets_one_line_for_each_rule(capsys):
     (line,) = (line for line in lines if line.startswith("graph_kept_alive "))
     assert "97%" in line
     assert "leak_or_pinned_graph" in line
-
-
-def test_a_terminal_gets_a_table_by_family():
-    shown = in_terminal("rules", "list")
-    assert "\x1b[1;4mleaks (" in shown
-    assert shown.index("leaks (") < shown.index("garbage_in_cycles")
-    assert "rules show ID" in shown
 
 
 def test_the_list_as_json_has_families_and_causes(capsys):
