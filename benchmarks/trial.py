@@ -31,8 +31,8 @@ from oomdoctor import fixes
 from oomdoctor.forecast.attempts import patched
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect, Patch
+from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt
-from oomdoctor.model.trial import Trial
 from oomdoctor.trial import compare
 
 RESULTS: Final = Path(__file__).parent / "results" / "trial.txt"

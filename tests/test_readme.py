@@ -131,7 +131,7 @@ def test_the_gallery_lists_every_notebook_and_the_settings_that_are_named_exist(
     )
     named = set(re.findall(r"OomDoctor\.(\w+)", GUIDE + LIMITS))
     assert named <= set(OomDoctor.class_own_traits(config=True))
-    assert named >= {"auto", "forecasts", "snapshot_share"}
+    assert named >= {"auto", "snapshot_share"}
 
 
 def test_the_extra_for_the_gallery_has_what_its_notebooks_import() -> None:

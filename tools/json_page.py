@@ -1,8 +1,8 @@
 """``make docs``: writes ``docs/json.md``, one page of what every ``to_dict`` and every ``--json`` gives.
 
 ``--check`` writes nothing and answers 1 where the page is not what the package says. Fields, types and descriptions are
-those of the dataclasses of ``oomdoctor.model``; what ``oomdoctor/model/jsonable.py`` puts together beside them is
-described here, and a test holds it against real objects by way of ``schema()``, which is a JSON Schema.
+those of the dataclasses of ``oomdoctor.model`` and ``views.growth``; what ``oomdoctor/model/jsonable.py`` puts together
+beside them is described here, and a test holds it against real objects by way of ``schema()``, which is a JSON Schema.
 """
 
 from __future__ import annotations
@@ -30,25 +30,13 @@ Schema = dict[str, Any]
 """A JSON Schema, in which ``description`` is Markdown."""
 
 _MODULES: Final = (
-    *(
-        "absence",
-        "case",
-        "code",
-        "evidence",
-        "finding",
-        "fix",
-        "growth",
-        "incident",
-        "memory",
-        "memplan",
-        "plan",
-        "session",
-    ),
+    *("model.absence", "model.case", "model.code", "model.evidence", "model.fix", "model.incident", "model.memory"),
+    *("model.plan", "model.session", "views.growth"),
 )
 _NAMES: Final[dict[str, Any]] = {
     name: value
     for module in _MODULES
-    for name, value in vars(import_module(f"oomdoctor.model.{module}")).items()
+    for name, value in vars(import_module(f"oomdoctor.{module}")).items()
     if not name.startswith("_")
 }
 

@@ -32,8 +32,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
-from oomdoctor.model.plan import Forecast, Plan, Verdict
+from oomdoctor.model.plan import Fit, Forecast, LargestBatch, MemPlan, Place, Plan, Verdict
 from oomdoctor.model.session import Accelerator, Attempt, Cells, Session
 
 _GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE, Role.ACTIVATION)

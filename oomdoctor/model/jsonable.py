@@ -11,13 +11,11 @@ from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.fix import Dose
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
+    from oomdoctor.model.case import Case, Finding
     from oomdoctor.model.evidence import Evidence
-    from oomdoctor.model.finding import Finding
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.memory import Census
-    from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan
-    from oomdoctor.model.plan import Candidate, Forecast
+    from oomdoctor.model.plan import Candidate, Fit, Forecast, LargestBatch, MemPlan
 
 SCHEMA: Final = 1
 

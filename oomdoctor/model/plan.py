@@ -1,15 +1,19 @@
-"""What is worth trying: fixes with their price, best first."""
+"""What is worth trying: fixes with their price, best first; what a trial says of one; a cell before it is run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.model import jsonable
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Role
+
+if TYPE_CHECKING:
+    from oomdoctor.model.session import Cell
 
 
 class Verdict(StrEnum):
@@ -159,7 +163,7 @@ class Plan:
     """The candidates, best first, what the cell needs unchanged, and what was considered and refused.
 
     Attributes:
-        pending: whether forecasts are still being made, so that figures and order may change.
+        pending: whether it is still to be priced, and nothing is in it yet.
     """
 
     unchanged: Forecast
@@ -173,3 +177,128 @@ class Plan:
         told = [(one.fix, why) for one, why in zip(self.candidates, whys, strict=True) if why and not one.refuted]
         candidates = (replace(one, refuted=one.refuted or why) for one, why in zip(self.candidates, whys, strict=True))
         return replace(self, candidates=tuple(candidates), refusals=(*self.refusals, *told))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came of running the failing cell as it was and as changed, for a step or two on a few rows.
+
+    Attributes:
+        same: whether both left the same; None where that could not be found out.
+        basis: what was compared, and how close it is: ``2 steps of 13 rows, up to 3e-07 of the largest value``.
+        why: what differs first, and by how much; or why it could not be found out.
+        beside: names that hold other rows afterwards, as those that a loop over parts leaves.
+        draws: whether the changed program has drawn other random numbers.
+        chosen: which of the ways to write the change it is about.
+    """
+
+    same: bool | None
+    basis: str = ""
+    why: str = ""
+    beside: tuple[str, ...] = ()
+    draws: bool = False
+    chosen: int = 0
+
+
+# A cell that was not run -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A memory that the cell is to fit into.
+
+    Attributes:
+        name: as it is called in sentences: ``cuda:0``, ``A100 80 GB``.
+        total: capacity in bytes, None where it is not known.
+        budget: bytes that tensors may take of it, None where that is not known.
+        source: where the capacity was read, in words.
+    """
+
+    name: str
+    total: int | None
+    budget: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether the cell fits one place.
+
+    Attributes:
+        forecast: of the cell in that place, with the place's budget.
+        least: what the cell needs at the least, where there is no forecast.
+    """
+
+    place: Place
+    forecast: Forecast
+    least: Forecast | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the forecast; without one, too large where even the least is."""
+        if self.forecast.peak is None and self.least is not None and self.place.budget is not None:
+            return Verdict.TOO_LARGE if (self.least.peak or 0) > self.place.budget else Verdict.UNKNOWN
+        return self.forecast.verdict
+
+    @property
+    def fits(self) -> bool | None:
+        """True, False, or None where it is not known or too close to say."""
+        return {Verdict.FITS: True, Verdict.TOO_LARGE: False}.get(self.verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """How large a batch may be.
+
+    Attributes:
+        now: samples in a batch as the cells stand.
+        size: the largest that was forecast to fit, 0 where none was.
+        forecast: of that batch; of the smallest that was forecast where ``size`` is 0.
+        above: the smallest larger batch that was forecast not to fit for certain, None where none was.
+        end: why nothing larger was forecast, None where the next larger batch does not fit.
+        tried: how many batches were forecast.
+    """
+
+    now: int
+    size: int
+    forecast: Forecast
+    above: int | None = None
+    end: str | None = None
+    tried: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemPlan:
+    """A cell before it is run.
+
+    Attributes:
+        cell: its number and text.
+        here: whether it fits the memory that it is planned for.
+        least: the least that the cell needs, by an analytic estimate, where it could not be forecast.
+        elsewhere: whether it fits well-known cards that nobody else uses, smallest first; empty without a forecast.
+        batch: how large a batch may be there, or why that cannot be told.
+        plan: the fixes with their prices, None where none is needed or none could be priced.
+        elapsed_s: how long all of it took.
+    """
+
+    cell: Cell
+    here: Fit
+    elsewhere: tuple[Fit, ...]
+    batch: LargestBatch | Refused
+    plan: Plan | None = None
+    least: Forecast | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def forecast(self) -> Forecast:
+        """What the cell needs where it is planned for."""
+        return self.here.forecast
+
+    @property
+    def fits(self) -> bool | None:
+        """True, False, or None where it is not known or too close to say."""
+        return self.here.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON shape of schema 1: bytes as ints, absent values null with their ``_why``."""
+        return jsonable.memplan(self)

@@ -17,7 +17,6 @@ from oomdoctor.pipeline.failure import observe as observe
 from oomdoctor.pipeline.failure import open_session as open_session
 from oomdoctor.pipeline.failure import plan as plan
 from oomdoctor.pipeline.failure import planning as planning
-from oomdoctor.pipeline.failure import recall as recall
 from oomdoctor.pipeline.failure import record as record
 from oomdoctor.pipeline.failure import refused as refused
 from oomdoctor.pipeline.failure import simulated as simulated

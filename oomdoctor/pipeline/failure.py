@@ -9,21 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.finding import Cause
-from oomdoctor.model.fix import Fix, Proposal
-from oomdoctor.model.incident import Incident
+from oomdoctor.model.fix import Fix
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.objects.named import find, other_names, own_modules
 from oomdoctor.program.modules import with_modules
-from oomdoctor.retry.heal import Remedy
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.planning import Planning
+    from oomdoctor.retry import Transaction
     from oomdoctor.rulebook import RuleBook
 
 
@@ -142,34 +140,29 @@ _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 def plan(
     case: Case,
     session: Session,
-    prepare: Callable[[], None],
+    transaction: Transaction | None,
     *,
     time_budget_s: float,
-    reserve: int,
+    set_aside: int = 0,
     is_hurried: bool = False,
-    unforecast: str | None = None,
 ) -> Case:
-    """Price the fixes. The frames of the failure should be released by now.
+    """Price the fixes, and wait for it. For the arguments see ``planning``.
 
     Args:
-        prepare: restores the start of the cell, in the process of a shadow run.
-        reserve: bytes of the budget that something else will take.
         is_hurried: whether it is enough that one change which keeps the results is seen to fit.
-        unforecast: why there is no shadow run, where there is no time for any.
 
     Raises:
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
     begun = None
-    terms: dict[str, Any] = {"reserve": reserve, "waits": True, "is_hurried": is_hurried}
+    terms: dict[str, Any] = {"set_aside": set_aside, "waits": True, "is_hurried": is_hurried}
     try:
-        begun = planning(case, session, prepare, time_budget_s=time_budget_s, unforecast=unforecast, **terms)
+        begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
             *_, priced = begun.wait()
     except BaseException as exc:
         if isinstance(exc, KeyboardInterrupt) or is_of_signal(exc):
-            if begun is None:
-                begun = planning(case, session, prepare, time_budget_s=0.0, unforecast=_INTERRUPTED, **terms)
+            begun = begun or planning(case, session, transaction, time_budget_s=0.0, unforecast=_INTERRUPTED, **terms)
             begun.cancel(_INTERRUPTED)
             record(replace(case, plan=begun.plan))
         raise
@@ -179,75 +172,43 @@ def plan(
 def planning(
     case: Case,
     session: Session,
-    prepare: Callable[[], None],
+    transaction: Transaction | None,
     *,
     time_budget_s: float,
-    reserve: int,
+    set_aside: int = 0,
     waits: bool = False,
     is_hurried: bool = False,
     unforecast: str | None = None,
 ) -> Planning:
-    """Begin to price the fixes while the user's process goes on. For the other arguments see ``plan``.
+    """Begin to price the fixes while the user's process goes on. The failure's frames should be released by now.
 
     Args:
+        transaction: restores the start of the cell, in the process of a shadow run. Without one there is none: what
+            cannot be run again is priced by estimates alone.
+        set_aside: bytes of the host's memory that something else will take, beside the copies of the transaction.
         waits: whether the caller waits for the end of it.
+        unforecast: why there is no shadow run, where there is no time for any.
     """
     from oomdoctor.forecast.planning import Planning
 
+    if transaction is None:
+        time_budget_s, unforecast = 0.0, "what cannot be run again has no shadow run"
     if "torch" not in sys.modules:  # it is not loaded where memory has run out
         time_budget_s, unforecast = 0.0, _NO_TENSORS
+    is_host = session.accelerator.name == "cpu"
+    reserve = set_aside + (0 if transaction is None else transaction.bytes_to_copy) if is_host else 0
     leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
     with uncounted():
         return Planning(
             *(session, case.incident, case.evidence, _fixes_in_order(case)),
             budget=budget_of(case.evidence, reserve),
-            prepare=prepare,
+            prepare=(lambda: None) if transaction is None else transaction.restore,
             time_budget_s=time_budget_s,
             leaks=frozenset(fix for finding in leaks for fix in finding.fixes),
             waits=waits,
             is_hurried=is_hurried,
             unforecast=unforecast,
         )
-
-
-def recall(case: Case, session: Session, remedy: Remedy, *, reserve: int) -> Case | None:
-    """Plan with what healed this failure before at the head, in the dose that did, and with no forecast made.
-
-    Returns:
-        The case with its plan; None where that dose is no longer proposed, or needed more then than there is now.
-    """
-    from oomdoctor.forecast.planning import make_plan
-
-    if remedy.fix not in fixes.ids():
-        return None  # two together, which are found anew
-    healer = fixes.get(remedy.fix)
-
-    found = healer.propose(case.incident, case.evidence)
-    proposals = [] if isinstance(found, Refused) else list(found)
-    at = next((at for at, one in enumerate(proposals) if one.dose == remedy.dose), None)
-    if at is None:
-        return None
-
-    def propose(_incident: Incident, _evidence: Evidence) -> tuple[Proposal, ...]:
-        return (proposals[at],)
-
-    in_order = [replace(one, propose=propose) if one.id == remedy.fix else one for one in _fixes_in_order(case)]
-    budget = budget_of(case.evidence, reserve)
-    with uncounted():
-        estimated = make_plan(
-            session, case.incident, case.evidence, in_order, budget=budget, prepare=lambda: None, time_budget_s=0
-        )
-    known = next((one for one in estimated.candidates if one.fix == remedy.fix), None)
-    if known is None:
-        return None
-    basis = f"measured when it healed {'the cell' if remedy.cell is None else f'In[{remedy.cell}]'}"
-    measured = Forecast(basis=basis, budget=budget, peak=remedy.peak, slowdown=known.forecast.slowdown)
-    if measured.fits is False:
-        return None
-    others = [one for one in estimated.candidates if one is not known]
-    unchanged = replace(estimated.unchanged, refused="what healed the cell before comes before any new forecast")
-    candidates = (replace(known, forecast=measured, stronger=tuple(proposals[at + 1 :])), *others)
-    return replace(case, plan=replace(estimated, unchanged=unchanged, candidates=candidates))
 
 
 def _fixes_in_order(case: Case) -> list[Fix]:

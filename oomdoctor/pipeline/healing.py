@@ -15,14 +15,12 @@ from typing import Any, Final
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, OutcomeKind, State
+from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.finding import Cause
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family
-from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.plan import Candidate, Forecast, Plan, Trial
 from oomdoctor.model.session import Attempt, Session
-from oomdoctor.model.trial import Trial
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
 from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
 from oomdoctor.pipeline.telling import rulebook
@@ -91,18 +89,22 @@ async def heal(
         further=failures.further,
         is_final=lambda choice, error: bool(ahead) and failures.may_have_come_to_calls(choice, error),
     )
-    if outcome.kind is OutcomeKind.HEALED:
-        outcome = replace(outcome, checked=checks.told)
-    if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
-        outcome = replace(outcome, state=State.UNVERIFIED, why=f"{outcome.why}; {fault}")
-    if failures.came_further and outcome.kind is not OutcomeKind.HEALED:
+    is_healed = outcome.kind is OutcomeKind.HEALED
+    if failures.came_further and not is_healed:
         lost = (*lost, *(f"{call} may have been made by the attempt" for call in ahead))
-    if lost:
-        outcome = replace(outcome, state=State.UNVERIFIED, why="; ".join([*filter(None, [outcome.why]), *lost]))
+    outcome = _with_losses(replace(outcome, checked=checks.told if is_healed else ""), error, lost)
     made = next(filter(None, map(checks.candidates.get, outcome.fixes)), None)
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
     return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
+
+
+def _with_losses(outcome: Outcome, error: BaseException | None, lost: Sequence[str]) -> Outcome:
+    """Return the outcome with what of the state is lost; a fault of the device leaves nothing certain on it."""
+    if outcome.kind is OutcomeKind.FAILED and error is not None and (fault := _device_fault(error)):
+        lost = (fault, *lost)
+    why = "; ".join(filter(None, (outcome.why, *lost)))
+    return replace(outcome, state=State.UNVERIFIED, why=why) if lost else outcome
 
 
 @dataclass(eq=False)
@@ -174,8 +176,7 @@ class _Failures:
     def _planned(self, choice: Choice, candidate: Candidate, found: Case, changed: Session) -> list[Choice]:
         from oomdoctor.forecast.attempts import attempt_with
 
-        terms: dict[str, Any] = {"time_budget_s": self.plan_s, "reserve": 0, "is_hurried": True}
-        priced = plan(found, changed, self.checks.transaction.restore, **terms)
+        priced = plan(found, changed, self.checks.transaction, time_budget_s=self.plan_s, is_hurried=True)
         more: list[Choice] = []
         fits = [one for one in admitted(priced, "exact") if one.fix not in candidate.answers_to and not one.parts]
         for one in (dose for fit in fits[:_FOLLOWING] for dose in (fit, *_stronger(fit))[:_FOLLOWING]):

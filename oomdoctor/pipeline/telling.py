@@ -15,7 +15,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import Fault, NotAvailable, UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.memplan import MemPlan
+from oomdoctor.model.plan import MemPlan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import spelled
@@ -177,7 +177,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor.evidence.moment import collect
     from oomdoctor.fixes import smaller_batch
     from oomdoctor.forecast.foresee import Batches, foresee
-    from oomdoctor.model.memplan import Place
+    from oomdoctor.model.plan import Place
     from oomdoctor.views.words import device_name, known
 
     def observed(

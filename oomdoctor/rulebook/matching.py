@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import rule_engine
 
 from oomdoctor.errors import Fault, UsageError
-from oomdoctor.model.finding import Finding
+from oomdoctor.model.case import Finding
 from oomdoctor.rulebook.context import Facts, bound, render
 from oomdoctor.rulebook.facts import facts_of
 

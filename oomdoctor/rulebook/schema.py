@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from rule_engine import ast as tree
 
 from oomdoctor.errors import SizeError
-from oomdoctor.model.finding import Cause
+from oomdoctor.model.case import Cause
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import parse_size

@@ -23,7 +23,7 @@ from oomdoctor.sandbox import reserve
 
 T = TypeVar("T")
 
-_EACH_CELL: Final = frozenset({"counters", "loading", "reserve"})
+_EACH_CELL: Final = frozenset({"loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
 
 
@@ -45,6 +45,16 @@ class Borders:
         except Exception as exc:  # noqa: BLE001 - border: a failure of ours never hides or changes the user's
             self.fault(stage, exc)
             return None
+
+    def observed(self, observe: Callable[[], T], let_go: Callable[[], object]) -> T | None:
+        """Return what ``observe`` returns, and let go of what the failure holds; None where it cannot be looked at.
+
+        The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and the
+        census is without what it held.
+        """
+        observed: T | None = quietly(observe)
+        self.guarded("release", let_go)
+        return observed or self.guarded("evidence", observe)
 
     async def retried(self, retry: Awaitable[T], restore: Callable[[], None]) -> T | None:
         """Return what ``retry`` returns; None where ours fails, which leaves the state of the cell's start."""

@@ -30,12 +30,6 @@ class OomDoctor(Configurable):
     keep_frames = Bool(False, help="Keep the frames of a failure for %debug, and the memory that they pin.").tag(
         config=True
     )
-    forecasts = Enum(
-        ("auto", "first", "later"),
-        default_value="auto",
-        help="Show the diagnosis when the forecasts are there, or at once and fill them in: auto does that where a "
-        "notebook server runs the kernel. With auto retry they always come first.",
-    ).tag(config=True)
     panel = Bool(True, help="Show buttons below the diagnosis where ipywidgets is installed.").tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
 

@@ -1,6 +1,6 @@
 """The wiring: what happens around each cell.
 
-    begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``failing``; if a retry was asked for: ``retrying``
+    begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``doctor``, as for a retry that was asked for
 
 The cell runs in the shell's own ``run_cell_async``, which this wraps; a retry runs there as well, so that cells which
 await are retried on the loop that they belong to. Each stage stands behind a border (see ``borders``).
@@ -24,10 +24,8 @@ from oomdoctor.program.definitions import read
 from oomdoctor.program.modules import with_modules
 from oomdoctor.program.names import calls_only
 from oomdoctor.program.repetition import unseen_write
-from oomdoctor.retry.heal import Remedies
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
-from oomdoctor.shell import failing
 from oomdoctor.shell.borders import (
     Borders,
     Run,
@@ -42,9 +40,9 @@ from oomdoctor.shell.borders import (
 )
 from oomdoctor.shell.cells import cells_until, has_verb, is_own, planned
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.failing import CellRun
+from oomdoctor.shell.doctor import LOADED_LATE, CellRun, Request, answer, answer_outside, heal, ran_in
 from oomdoctor.shell.memreport import MemReport
-from oomdoctor.shell.retrying import OpenCase, Request, heal
+from oomdoctor.shell.open_case import OpenCase
 from oomdoctor.shell.stragglers import beside
 from oomdoctor.shell.verbs import register, unregister
 from oomdoctor.shell.warming import Warming
@@ -99,7 +97,6 @@ class Extension:
         self.filling: Filling | None = None
         self.warming = Warming(shell, self.config)
         self.passed = ""
-        self.remedies = Remedies()
         self.changed: dict[int, str] = {}
         self._number = 0
         self.borders = Borders()
@@ -152,7 +149,7 @@ class Extension:
         self._number = self.shell.execution_count
         self.borders.guarded("forecast", lambda: self._tend_filling(raw_cell))
         self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
-        self.borders.guarded("counters", lambda: self.memreport.mark(raw_cell))
+        self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
@@ -180,7 +177,7 @@ class Extension:
             self.borders.guarded("loading", self.warming.after_cell)
         if failure is not None:
             try:
-                await failing.answer(self, failure, result, cell)
+                await answer(self, failure, result, cell)
             except BaseException:  # an interrupt: the failure is the user's to see all the same
                 self.tracebacks.send_held()
                 raise
@@ -241,19 +238,15 @@ class Extension:
         if has_verb(raw_cell, "fix", "retry", "diff", "undo", "cases"):
             self.filling.settle()
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
-            self.end_filling()
+            self.filling.end()
 
     def close(self, passed: str = "") -> None:
         """Let go of the last failure, which can be retried no more; ``passed`` says what has moved the state on."""
         self.passed = passed
-        self.end_filling()
-        self.open = self.healed = None
-
-    def end_filling(self) -> None:
-        """Make no more forecasts of the last failure."""
         filling, self.filling = self.filling, None
         if filling is not None:
             filling.end()
+        self.open = self.healed = None
 
     def is_source_awaited(self, cell: Cell) -> bool:
         """Return whether a cell with this text is one that the loop awaits."""
@@ -321,21 +314,21 @@ class Extension:
             runs_cells = InteractiveShell.run_cell_async.__code__
             loading = source_begun_before(runs_cells, Extension._run_within.__code__, self)
             if loading is None:
-                self._outside(exc, failing.ran_in("a callback"))
+                self._outside(exc, ran_in("a callback"))
             else:
-                self._outside(exc, failing.LOADED_LATE, loading)
+                self._outside(exc, LOADED_LATE, loading)
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
         reserve.let_go()
         result = self._threads.original(given)
         if given.exc_value is not None:
-            self._outside(given.exc_value, failing.ran_in(f"the thread {threading.current_thread().name}"))
+            self._outside(given.exc_value, ran_in(f"the thread {threading.current_thread().name}"))
         return result
 
     def _outside(self, exc: BaseException, why: str, source: str = "") -> None:
         if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
-            failing.answer_outside(self, exc, why, source)
+            answer_outside(self, exc, why, source)
 
     # What is shown --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from oomdoctor.objects.frames import locals_of
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.program.compiled import fault_in
 from oomdoctor.shell.cells import cells_until
-from oomdoctor.shell.outputs import HELP, Options, display_in, one_line, put
+from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, one_line, put
 
 if TYPE_CHECKING:
     from oomdoctor.views.displayed import Planned
@@ -43,8 +43,17 @@ USAGE: Final = """Forecast the cell below without running it: what it needs, whe
     --help                  this text, with `%memplan --help` where there is no cell
 """
 
-_TAKES: Final = {"run": None, "device-memory": "a size", "device": "a name", "json": None}
-read_options = partial(Options.read, "%%memplan", _TAKES)
+_OPTIONS: Final = Options("%%memplan", run=FLAG, device_memory={}, device={}, json=JSON)
+
+
+def read_options(words: list[str]) -> Any:
+    """Return the options among ``words``, the memory in bytes."""
+    options = _OPTIONS.parse_args(words)
+    if options.device_memory is not None and options.device is not None:
+        raise UsageError("--device and --device-memory are two answers to one question: give one of them")
+    if options.device_memory is not None:
+        options.device_memory = parse_size(options.device_memory)
+    return options
 
 
 def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_s: float) -> str | None:
@@ -69,23 +78,23 @@ def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_
     if not cell.strip():
         raise UsageError("%%memplan forecasts the cell below its line, and there is nothing below it")
     from IPython.core.inputtransformer2 import leading_indent
+    from IPython.display import display
 
     from oomdoctor.objects.storages import unobserved
     from oomdoctor.views.displayed import Planned
 
     cell = "".join(leading_indent(cell.splitlines(keepends=True)))  # as IPython does before it runs one
     check_source(cell, "the cell below %%memplan")
-    foresee = partial(pipeline.foresee, device=options.device, memory=options.memory)
+    foresee = partial(pipeline.foresee, device=options.device, memory=options.device_memory)
     with unobserved():
         cells = cells_until(shell, number, cell)
         planned = Planned(foresee(shell.user_ns, cells, shell=shell, time_s=time_s))
     if options.json is not None:
         put(json.dumps(planned.to_dict(), indent=1), options.json)
-        print(f"{one_line(options.json)}: the plan as JSON")
-    elif options.prints_json:
-        print(json.dumps(planned.to_dict(), indent=1))
+        if options.json != PRINTED:
+            print(f"{one_line(options.json)}: the plan as JSON")
     else:
-        display_in(shell, planned.to_text, planned)
+        display(planned)
     if not options.run:
         return None
     if (reason := _why_not(planned.forecast, planned.plan.here.verdict)) is not None:

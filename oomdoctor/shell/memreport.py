@@ -1,25 +1,20 @@
-"""``%memreport`` and ``oomdoctor.report``: what holds memory now, and what has grown since the last cell and report."""
+"""``%memreport`` and ``oomdoctor.report``: what holds memory now, and what has grown since the last report."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
-from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.growth import Mark
-from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.frames import locals_of
-from oomdoctor.shell.cells import cells_until, is_own
+from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.cells import filenames as filenames_of
-from oomdoctor.shell.outputs import HELP, Options, display_in, one_line, put
+from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, one_line, path, put
 
 if TYPE_CHECKING:
     from oomdoctor.views.displayed import Report
@@ -39,10 +34,10 @@ USAGE: Final = """Show what holds memory now, on each device and in the host's m
     --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
 """
 
-_TAKES: Final = {"device": "a name", "top": "a number above zero", "diff": None, "json": None} | dict.fromkeys(
-    ("html", "snapshot"), "a path"
+_FILE: Final = {"type": path}
+_OPTIONS: Final = Options(
+    "%memreport", device={}, top={"type": number}, diff=FLAG, json=JSON, html=_FILE, snapshot=_FILE
 )
-read_options = partial(Options.read, "%memreport", _TAKES)
 
 
 class MemReport:
@@ -57,14 +52,7 @@ class MemReport:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._last: tuple[int, Report] | None = None
-        self._mark: Mark | None = None
         self.number: int = shell.execution_count
-
-    def mark(self, raw_cell: str) -> None:
-        """Note which cell begins, and read the counters if it is one of the user's."""
-        self.number = self._shell.execution_count  # while a cell runs, this is its number or the next one's
-        if raw_cell.strip() and not is_own(raw_cell):
-            self._mark = counters(self.number)
 
     def answer(self, words: list[str]) -> None:
         """Report as ``words`` ask for.
@@ -72,22 +60,23 @@ class MemReport:
         Raises:
             UsageError: they ask for what is not there; nothing is written then.
         """
-        from oomdoctor.views import html, report_bundle, text
+        from IPython.display import display
+
+        from oomdoctor.views import html, report_bundle
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or HELP.intersection(words):
             print(USAGE, end="")
             return
-        options = read_options(words)
+        options = _OPTIONS.parse_args(words)
         number = self.number
-        marks = None if self._mark is None else (self._mark, counters(number))  # before this work takes memory itself
         whole = self._collect(number, options)
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
         growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
-        survey = report.survey(top=options.top or TOP, growth=growth, marks=marks)
-        if not options.paths and not options.prints_json:
-            display_in(self._shell, partial(text.render, survey), report_bundle(survey), raw=True)
+        survey = report.survey(top=options.top or TOP, growth=growth)
+        if options.json is None and options.html is None and options.snapshot is None:
+            display(report_bundle(survey), raw=True)
             return
         page = html.page("Memory report", survey) if options.html is not None else ""
         found = report.to_dict()
@@ -95,7 +84,7 @@ class MemReport:
             found["growth"] = report.diff(earlier[1]).to_dict()
         _write(options, page, json.dumps(found, indent=1))
 
-    def _collect(self, number: int, options: Options) -> Report:
+    def _collect(self, number: int, options: Any) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
         # Past the modes of torch, where the program has loaded it.
         storages = "oomdoctor.objects.storages"
@@ -114,7 +103,7 @@ class MemReport:
         return growth_rows(before.whole, report.whole, f"the report of In[{number}]", top=top, only=report.only)
 
 
-def _write(options: Options, page: str, shape: str) -> None:
+def _write(options: Any, page: str, shape: str) -> None:
     """Put the report where it was asked to go, and say what went where."""
     said = []
     if options.snapshot is not None:
@@ -124,48 +113,10 @@ def _write(options: Options, page: str, shape: str) -> None:
         said.append(f"{one_line(options.html)}: a page that opens offline")
     if options.json is not None:
         put(shape, options.json)
-        said.append(f"{one_line(options.json)}: the evidence as JSON")
-    if options.prints_json:
-        print(shape)
+        if options.json != PRINTED:
+            said.append(f"{one_line(options.json)}: the evidence as JSON")
     if said:  # beside the JSON, which stays fit to be parsed
-        print("\n".join(said), file=sys.stderr if options.prints_json else sys.stdout)
-
-
-def counters(cell: int) -> Mark:
-    """Return what this process holds now, by counters that are kept anyway; no device is initialised for it."""
-    allocated: dict[str, int] = {}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            stats = torch.cuda.memory_stats_as_nested_dict(index)
-            allocated[f"cuda:{index}"] = stats["allocated_bytes"]["all"]["current"] if stats else 0
-    simulated = pipeline.simulated()
-    if simulated is not None:
-        memory = simulated.read()
-        allocated[memory.name] = memory.allocated
-    return Mark(
-        cell=cell,
-        rss=_resident(),
-        allocated=tuple(allocated.items()),
-        simulated=None if simulated is None else (simulated.name, simulated.capacity_bytes, simulated.number),
-    )
-
-
-@cache
-def _process(pid: int) -> Any:
-    """Return a process; to open it takes as long as to read it."""
-    import psutil
-
-    return psutil.Process(pid)
-
-
-def _resident() -> Measured:
-    import psutil
-
-    try:
-        return int(_process(os.getpid()).memory_info().rss)
-    except (psutil.Error, OSError, ValueError, LookupError, RuntimeError):
-        return Unavailable("the system tells nothing of its processes")
+        print("\n".join(said), file=sys.stderr if options.json == PRINTED else sys.stdout)
 
 
 def report(

@@ -35,7 +35,7 @@ from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.stragglers import beside, clear_away, end_since, left_since, tasks_at_work, threads_at_work
+from oomdoctor.shell.stragglers import beside, clear_away, end_since, left_since, threads_at_work
 
 RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
@@ -45,15 +45,6 @@ _binding = threading.RLock()
 _numbers = count(1)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What ``heal`` was told. For the values see there."""
-
-    auto: str
-    attempts: int
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +69,6 @@ class Part:
     source: str = ""
     bound: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
-    is_async: bool = False
 
     @property
     def cells(self) -> Cells:
@@ -112,22 +102,22 @@ class Part:
 class Watch:
     """Watches one run of ``part``. What the run changes can be taken back as long as this is kept."""
 
-    def __init__(self, part: Part, settings: Settings) -> None:
-        self.part, self._settings, self._borders = part, settings, Borders()
-        self._refused = part.refused or self._at_work()
+    def __init__(self, part: Part, config: OomDoctor) -> None:
+        self.part, self._config, self._borders = part, config, Borders()
+        self._refused = part.refused or "; ".join(threads_at_work()) or None
         self._beside = beside()
         self._transaction: Any = None
         self._made: tuple[str, ...] = ()
         if self._refused is None:
             with _binding, part.spelled():
-                self._transaction = Transaction(part.namespace, part.source, _config().room)
+                self._transaction = Transaction(part.namespace, part.source, config.room)
 
     @property
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Makes copies just in time while the part runs, and keeps memory back for its failure."""
         if (limit := reserve.of_process()) is not None and not reserve.address_space():
-            _make_ready()
+            _make_ready(self._config)
             baseline.note(limit[1] - limit[0])
             reserve.take(*limit, populated=False)
         try:
@@ -136,7 +126,7 @@ class Watch:
         finally:
             reserve.let_go()
 
-    async def answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
+    def answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
         """Diagnose a failure, and run the part again with a change where that is right.
 
         To be called outside of every ``except`` clause that handles the failure.
@@ -146,22 +136,12 @@ class Watch:
         """
         mark_told(failure)
         self.part = replace(self.part, text=_begun(self.part.text, self.part.filename))
-        left = left_since(self._beside)
-        self._refused = self._refused or self._at_work() or "; ".join(left) or None
+        self._refused = self._refused or "; ".join((*threads_at_work(), *left_since(self._beside))) or None
         with left_alone(), self.part.spelled():
-            return await self._answer(failure)
+            return self._answer(failure)
 
-    def _at_work(self) -> str | None:
-        """Return what else of the program may change its state beside the part, None if there is nothing."""
-        tasks = tasks_at_work() if self.part.is_async else ()
-        return "; ".join((*threads_at_work(), *tasks)) or None
-
-    async def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
-        # The failure holds the memory that ran out. Where that leaves no room to look, it is let go of first, and
-        # the census is without what it held.
-        observed = quietly(lambda: self._observe(failure))
-        self._borders.guarded("release", lambda: release(failure))
-        found = observed or self._borders.guarded("evidence", lambda: self._observe(failure))
+    def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
+        found = self._borders.observed(lambda: self._observe(failure), lambda: release(failure))
         if found is None:
             return False, None
         case, session = found
@@ -169,9 +149,9 @@ class Watch:
         case = guarded("diagnosis", lambda: pipeline.record(pipeline.diagnose(case, pipeline.rulebook()))) or case
         case = guarded("forecast", lambda: pipeline.record(self._plan(case, session))) or case
         guarded("display", lambda: self._show("bundle", case))
-        if self._settings.auto == "off":
+        if self._config.auto == "off":
             return False, None
-        ended = await self._borders.retried(self._heal(case, session), lambda: self._transaction.restore())
+        ended = drive(self._borders.retried(self._heal(case, session), lambda: self._transaction.restore()))
         case, error = ended or (pipeline.refused(case, "oomdoctor itself failed"), None)
         guarded("notice", lambda: self._show("notice_bundle", pipeline.record(case)))
         return case.outcome.kind is OutcomeKind.HEALED, error
@@ -190,26 +170,22 @@ class Watch:
         return pipeline.record(case), session
 
     def _plan(self, case: Case, session: Session) -> Case:
-        """Price the changes: by estimates alone where the part cannot be run again, not even in a shadow."""
-        transaction, is_host = self._transaction, session.accelerator.name == "cpu"
         return pipeline.plan(
             case,
             session,
-            transaction.restore if transaction is not None else lambda: None,
-            time_budget_s=_config().forecast_time_s if transaction is not None else 0.0,
-            reserve=transaction.bytes_to_copy if transaction is not None and is_host else 0,
-            is_hurried=self._settings.auto != "off",
-            unforecast=None if transaction is not None else "what cannot be run again has no shadow run",
+            self._transaction,
+            time_budget_s=self._config.forecast_time_s,
+            is_hurried=self._config.auto != "off",
         )
 
     async def _heal(self, case: Case, session: Session) -> tuple[Case, BaseException | None]:
         if self._refused is not None:
             return pipeline.refused(case, self._refused), None
-        chosen: Sequence[Candidate] = pipeline.admitted(case, self._settings.auto)
+        chosen: Sequence[Candidate] = pipeline.admitted(case, self._config.auto)
         if not chosen:
-            kind = "no change" if self._settings.auto == "any" else "no change that keeps the result"
+            kind = "no change" if self._config.auto == "any" else "no change that keeps the result"
             return pipeline.refused(case, pipeline.beyond_cure(case) or f"{kind} is likely to fit"), None
-        if (why := await end_since(self._beside, waits=self.part.is_async)) is not None:
+        if (why := await end_since(self._beside, waits=False)) is not None:
             return pipeline.refused(case, why), None
         before = {name: value for name, value in self.part.namespace.items() if _healer(value) is not None}
         case, error = await pipeline.heal(
@@ -218,8 +194,8 @@ class Watch:
             self._transaction,
             chosen,
             self._run,
-            most_attempts=self._settings.attempts,
-            time_budget_s=self._settings.time_s,
+            most_attempts=self._config.attempts,
+            time_budget_s=self._config.retry_time_s,
             by_itself=True,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
@@ -236,17 +212,13 @@ class Watch:
                 self._transaction.set_aside()
             _list(source, filename)
             try:
-                code = compile_python(source, filename, part.flags, awaits=part.is_async)
-                if code.co_flags & inspect.CO_COROUTINE:
-                    await eval(code, part.namespace)
-                else:
-                    exec(code, part.namespace)
+                exec(compile_python(source, filename, part.flags), part.namespace)
             except (Exception, SystemExit) as exc:  # noqa: BLE001 - border: the user's error is what is asked for
                 _of_the_users(exc, filename)
                 failed = exc
             else:
                 continue
-            await clear_away(before, waits=part.is_async)
+            await clear_away(before, waits=False)
             # A call may be made while another error is handled, which is no reason of what it raises now.
             for one in chained(failed):
                 if handled is not None and one.__context__ is handled:
@@ -332,13 +304,9 @@ def _list(source: str, filename: str) -> None:
 
 
 @functools.cache
-def _make_ready() -> None:
+def _make_ready(config: OomDoctor) -> None:
     """Load what a failure needs while there is memory."""
     from oomdoctor.shell.warming import steps
 
-    for step in steps(_config()):
+    for step in steps(config):
         quietly(step)
-
-
-_config = functools.cache(OomDoctor)
-"""Returns the settings that a script leaves as they are."""

@@ -21,6 +21,8 @@ from pathlib import Path, PurePath
 from types import FunctionType, TracebackType
 from typing import Any, Final, Literal, TypeVar, overload
 
+from traitlets import TraitError
+
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Refused
 from oomdoctor.objects.frames import set_traceback, traceback_of
@@ -28,9 +30,8 @@ from oomdoctor.objects.named import is_users
 from oomdoctor.program.compiled import defines, future_flags, global_names, is_compiled_from
 from oomdoctor.retry.release import empty_frame
 from oomdoctor.shell.borders import is_left_alone, ran_out
-from oomdoctor.shell.script_watch import RESULT, Part, Settings, Watch, apart_from, drive
-
-_AUTOS: Final = ("exact", "any", "off")
+from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.script_watch import RESULT, Part, Watch, apart_from
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,30 +61,21 @@ def heal(function: Any = None, /, *, auto: str = "exact", attempts: int = 3, tim
     Raises:
         UsageError: an argument is not one of these, or the function is one that cannot be called again.
     """
-    if auto not in _AUTOS:
-        raise UsageError(f"auto takes one of {', '.join(_AUTOS)}, not {auto!r}")
-    if type(attempts) is not int or attempts < 1:
-        raise UsageError(f"attempts takes a whole number from 1 on, not {attempts!r}")
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not time_s >= 0:
-        raise UsageError(f"time_s takes a number of seconds, not {time_s!r}")
-    settings = Settings(auto=auto, attempts=attempts, time_s=float(time_s))
-    return functools.partial(_healed, settings=settings) if function is None else _healed(function, settings)
+    try:
+        config = OomDoctor(auto=auto, attempts=attempts, retry_time_s=time_s)
+    except TraitError as exc:
+        raise UsageError(str(exc)) from None
+    return functools.partial(_healed, config=config) if function is None else _healed(function, config)
 
 
-def _healed(function: F, settings: Settings) -> F:
+def _healed(function: F, config: OomDoctor) -> F:
     """Return ``function``, healed."""
     _check(function)
-    healer = _Healer(function, settings)
-    if inspect.iscoroutinefunction(function):
+    healer = _Healer(function, config)
 
-        @functools.wraps(function)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return await healer.call_async(args, kwargs)
-    else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return healer.call(args, kwargs)
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return healer.call(args, kwargs)
 
     healer.wrapper = wrapper
     vars(wrapper)["__oomdoctor__"] = healer
@@ -98,8 +90,8 @@ class _Healer:
         wrapper: what stands in its place.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, function: Callable[..., Any], config: OomDoctor) -> None:
+        self._config = config
         self.wrapper: Any = None
         self.function = function
         self._read()
@@ -119,7 +111,7 @@ class _Healer:
         """Make the call, and heal it."""
         if is_left_alone():
             return self.function(*args, **kwargs)
-        watch, handled = Watch(self._part(args, kwargs), self._settings), sys.exc_info()[1]
+        watch, handled = Watch(self._part(args, kwargs), self._config), sys.exc_info()[1]
         try:
             with watch.armed:
                 return self.function(*args, **kwargs)
@@ -129,34 +121,12 @@ class _Healer:
                     raise
             failure = exc
         try:
-            raised, result = drive(self._answered(watch, failure, handled))
+            raised, result = self._answered(watch, failure, handled)
             if raised is not None:
                 raise raised
             return result
         finally:
             # The frame is part of the traceback of what is raised, and would keep them.
-            del failure, watch
-            raised = handled = None
-
-    async def call_async(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call, and heal it."""
-        if is_left_alone():
-            return await self.function(*args, **kwargs)
-        watch, handled = Watch(self._part(args, kwargs), self._settings), sys.exc_info()[1]
-        try:
-            with watch.armed:
-                return await self.function(*args, **kwargs)
-        except Exception as exc:
-            with apart_from(handled, exc):
-                if not ran_out(exc):
-                    raise
-            failure = exc
-        try:
-            raised, result = await self._answered(watch, failure, handled)
-            if raised is not None:
-                raise raised
-            return result
-        finally:
             del failure, watch
             raised = handled = None
 
@@ -182,17 +152,16 @@ class _Healer:
             source=source,
             bound=bound,
             refused=None if refused is None else f"`{home.__name__}` cannot be called again: {refused}",
-            is_async=inspect.iscoroutinefunction(self.function),
         )
 
-    async def _answered(
+    def _answered(
         self, watch: Watch, failure: BaseException, handled: BaseException | None
     ) -> tuple[BaseException | None, Any]:
         """Return what the call is to raise, and else what it is to return."""
         part = watch.part
         with apart_from(handled, failure):
             _enter(part, failure)
-            healed, error = await watch.answer(failure)
+            healed, error = watch.answer(failure)
             result = part.namespace.pop(RESULT, None)
             if part.refused is None:
                 _leave(failure)
@@ -231,8 +200,8 @@ def _check(function: object) -> None:
     for one in (function, home):
         if inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one):
             raise UsageError(f"heal takes no generator: `{home.__name__}` has handed out values before it runs out")
-    if inspect.iscoroutinefunction(home) != inspect.iscoroutinefunction(function):
-        raise UsageError(f"heal does not see that `{home.__name__}` is awaited: write `@oomdoctor.heal` right above it")
+        if inspect.iscoroutinefunction(one):
+            raise UsageError(f"heal takes no coroutine function: write what `{home.__name__}` computes as a plain one")
 
 
 _LONGEST: Final = 60
@@ -272,8 +241,7 @@ def _spell(
         words += [f"{name}={names.spelled(name, value)}" for name, value in kwargs.items()]
     else:
         words.append(f"**{names.spelled('keywords', kwargs)}")
-    awaits = "await " if inspect.iscoroutinefunction(function) else ""
-    return f"{RESULT} = {awaits}{called}({', '.join(words)})\n", names.bound
+    return f"{RESULT} = {called}({', '.join(words)})\n", names.bound
 
 
 def _unreadable(function: Callable[..., Any], text: str) -> str | None:

@@ -1,8 +1,8 @@
 """What is shown of a failure: the diagnosis, and below it the panel, whose buttons do what the user could type.
 
-Forecasts take seconds, spent in a forked copy of the kernel: they may be filled in after the diagnosis was shown. The
-kernel's loop listens to the copy between cells and shows what came. Whatever looks at the plan waits for the rest of it
-first; a cell of the user's ends it, as it moves the state that the forecasts are of.
+Forecasts take seconds, spent in a forked copy of the kernel. Where somebody looks at the notebook they are filled in
+after the diagnosis was shown: the kernel's loop listens to the copy between cells. Whatever looks at the plan waits for
+the rest of it first; a cell of the user's ends it, as it moves the state that the forecasts are of.
 """
 
 from __future__ import annotations
@@ -13,29 +13,23 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
-from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.case import Case, Outcome
+from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate
+from oomdoctor.shell.open_case import why_not_retried
+from oomdoctor.shell.warming import is_watched
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.planning import Planning
     from oomdoctor.shell.borders import Borders
     from oomdoctor.shell.extension import Extension
-    from oomdoctor.shell.retrying import OpenCase
-    from oomdoctor.views.panel import Live
     from oomdoctor.views.story import Retry
-
-
-_EVERY_S: Final = 0.25
-"""Time between two looks at the memory while a retry runs."""
 
 
 class Shown:
@@ -81,7 +75,7 @@ class Shown:
             self._panel.refresh()
 
     def offer(self, case: Case) -> None:
-        """Show in the panel what can be done after a retry that has shown a change to be wrong."""
+        """Show in the panel what can be done now."""
         if self._panel is not None and case.number == self._number:
             self._panel.update(case, retry_of(case))
 
@@ -134,8 +128,6 @@ class _Doctor:
 
     @property
     def gone(self) -> str:
-        from oomdoctor.shell.retrying import why_not_retried
-
         case = self._case()
         if case is None:
             return "another cell has failed since, so run this one again"
@@ -143,74 +135,24 @@ class _Doctor:
             return ""
         return why_not_retried(self._extension, case.outcome)
 
-    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
+    def press(self, verb: str, what: int | None = None) -> None:
         """Do what a button asks for, as if the user had typed it."""
-        extension, case = self._extension, pipeline.last_case()
-        if case is None or case.number != self._number:
+        extension = self._extension
+        if self._case() is None:
             print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
-            return None
-        line = f"%oomdoctor {verb}" if what is None else f"%oomdoctor {verb} {what}"
-        watch = None if extension.open is None or verb in ("undo", "fit") else _Watch(extension, extension.open, tell)
+            return
         try:
-            run_cell_anywhere(extension.shell, line)
+            run_cell_anywhere(extension.shell, f"%oomdoctor {verb}" if what is None else f"%oomdoctor {verb} {what}")
         except OomDoctorError as exc:
             print(f"oomdoctor: {exc}", file=sys.stderr)
         finally:
-            ended = None if watch is None else watch.end()
-        told = self._case()
-        if ended is not None and ended.outcome is not None and told is not None:
-            extension.borders.guarded("display", lambda: self._shown.tell_end(told))
-        return ended
+            case = self._case()
+            if case is not None:
+                extension.borders.guarded("display", lambda: self._shown.tell_end(case))
 
     def _case(self) -> Case | None:
         case = pipeline.last_case()
         return case if case is not None and case.number == self._number else None
-
-
-class _Watch:
-    """Looks at the memory while a retry runs, on a thread of its own, as the retry has the kernel's."""
-
-    def __init__(self, extension: Extension, opened: OpenCase, tell: Callable[[Live], None]) -> None:
-        self._opened, self._tell, self._most = opened, tell, int(extension.config.attempts)
-        self._before = _outcome()
-        opened.attempts = 0
-        self._began, self._ended = time.monotonic(), threading.Event()
-        case = pipeline.last_case()
-        self._budget = None if case is None else case.plan.unchanged.budget
-        self._thread = threading.Thread(target=self._look, name="oomdoctor-progress", daemon=True)
-        self._thread.start()
-
-    def end(self) -> Live:
-        """Look no more; return how it ended."""
-        self._ended.set()
-        self._thread.join()
-        outcome = _outcome()
-        kind = None if outcome is None or outcome is self._before else outcome.kind
-        return replace(self._live(None), outcome=kind)
-
-    def _look(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            allocated = self._opened.session.accelerator.read().allocated
-            self._tell(self._live(None if isinstance(allocated, Unavailable) else allocated))
-
-    def _live(self, allocated: int | None) -> Live:
-        from oomdoctor.views.panel import Live
-
-        case = pipeline.last_case()
-        return Live(
-            attempt=self._opened.attempts,
-            most=self._most,
-            elapsed_s=time.monotonic() - self._began,
-            allocated=allocated,
-            budget=self._budget,
-            waits=case is not None and case.plan.pending,
-        )
-
-
-def _outcome() -> Outcome | None:
-    """Return how the last failure ended: another object after each retry that came to a result."""
-    case = pipeline.last_case()
-    return None if case is None else case.outcome
 
 
 def run_cell_anywhere(shell: Any, source: str) -> None:
@@ -246,92 +188,46 @@ def run_cell_anywhere(shell: Any, source: str) -> None:
     done.wait()
 
 
-_SERVERS: Final = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID")
-"""Environment variables that tell of a notebook that somebody looks at. Source: `jupyter_server` sets the first for
-each kernel from 2.0 on; nbclient and papermill, which run a notebook to its end, set none of them."""
-_BETWEEN_S: Final = 1.0
-"""Time between two displays of a plan that is not complete yet."""
-
-
-def comes_later(shell: Any, setting: str) -> bool:
-    """Return whether the forecasts of a failure are filled in after it was shown.
-
-    Args:
-        setting: ``OomDoctor.forecasts``.
-    """
-    if setting == "first" or not hasattr(shell, "kernel") or not hasattr(os, "fork"):
-        return False
+def may_fill_in(shell: Any) -> bool:
+    """Return whether the forecasts of a failure can be filled in after it was shown."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
-    return setting == "later" or any(name in os.environ for name in _SERVERS)
+    return is_watched(shell) and hasattr(os, "fork")
 
 
 class Filling:
-    """The plan of one failure in the making.
+    """The plan of one failure in the making, while the kernel goes on.
 
     Args:
-        case: with the plan as it stands.
-        kept: is told the case whenever it is another one, and when it is complete.
+        show: shows the case with its plan in the place of what was shown before.
     """
 
-    def __init__(self, case: Case, planning: Planning, borders: Borders, kept: Callable[[Case], Case]) -> None:
-        self._planning, self._borders, self._kept = planning, borders, kept
-        self._show: Callable[[Case], None] | None = None
-        self._shown_s = 0.0
-        self._task: asyncio.Task[None] | None = None
-        self.case = self._with(case)
-
-    @property
-    def over(self) -> bool:
-        """Whether the plan is as good as it gets."""
-        return not self.case.plan.pending
-
-    def begin(self, show: Callable[[Case], None]) -> None:
-        """Fill in what comes, from now on.
-
-        Args:
-            show: shows the case, which was shown before, as it is now.
-        """
-        self._show, self._shown_s = show, time.monotonic()
-        if self.over:
-            self._borders.guarded("display", lambda: show(self.case))
-        else:
-            self._task = asyncio.get_running_loop().create_task(self._listen())
+    def __init__(self, case: Case, planning: Planning, borders: Borders, show: Callable[[Case], None]) -> None:
+        self._case: Case | None = case
+        self._planning, self._borders, self._show = planning, borders, show
+        self._task = asyncio.get_running_loop().create_task(self._listen())
 
     def settle(self) -> None:
         """Wait for the rest of the plan."""
         try:
-            if not self.over:
-                for _ in self._planning.wait():
-                    self._take()
+            for _ in self._planning.wait():
+                pass
         finally:
             self.end()
 
     def end(self) -> None:
         """Forecast nothing more; what has no forecast says so."""
-        if not self.over:
+        if self._case is not None:
             self._planning.cancel()
-            self._take()
+            case, self._case = pipeline.record(replace(self._case, plan=self._planning.plan)), None
+            self._borders.guarded("display", lambda: self._show(case))
 
     async def _listen(self) -> None:
         try:
             async for _ in self._planning.listen():
-                self._take()
+                pass
         except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
             self._borders.fault("forecast", exc)
-            self.end()
-
-    def _take(self) -> None:
-        if self.over:
-            return
-        self.case = self._with(self.case)
-        self._kept(self.case)
-        if self._show is not None and (self.over or time.monotonic() - self._shown_s > _BETWEEN_S):
-            show, case = self._show, self.case
-            self._borders.guarded("display", lambda: show(case))
-            self._shown_s = time.monotonic()
-
-    def _with(self, case: Case) -> Case:
-        return replace(case, plan=replace(self._planning.plan, pending=not self._planning.over))
+        self.end()

@@ -143,13 +143,6 @@ def threads_at_work() -> Iterator[str]:
             yield f"the thread {names.get(ident, ident)} is running `{code.co_qualname}` meanwhile"
 
 
-def tasks_at_work() -> Iterator[str]:
-    """Yield a sentence for each other task of the running loop that runs code of the user's."""
-    for task in asyncio.all_tasks():
-        if task is not asyncio.current_task() and _is_users(_code_of(task)):
-            yield f"the task `{task.get_name()}` is running meanwhile"
-
-
 def _code_of(task: Any) -> CodeType | None:
     coroutine = task.get_coro()
     return getattr(coroutine, "cr_code", None) or getattr(coroutine, "gi_code", None)

@@ -19,14 +19,14 @@ from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
-from oomdoctor.model.sizes import format_size, parse_size
+from oomdoctor.model.sizes import format_size
 from oomdoctor.shell import memplan as planning
-from oomdoctor.shell import retrying
 from oomdoctor.shell.cells import cells_until
-from oomdoctor.shell.failing import planned_within
+from oomdoctor.shell.doctor import Request
 from oomdoctor.shell.memreport import USAGE
+from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
+from oomdoctor.shell.open_case import undo as take_back
 from oomdoctor.shell.outputs import one_line
-from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -51,8 +51,6 @@ def status(extension: Extension, _words: list[str]) -> None:
     print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
     print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
     print(f"copies of weights kept: {kept}")
-    for remedy in extension.remedies:
-        print(f"remembered, tried first when that cell fails so again: {remedy}")
     for fault in extension.borders.faults:
         print(f"fault: {fault}")
 
@@ -77,7 +75,7 @@ def fix(extension: Extension, words: list[str]) -> None:
     if "--insert" in words:
         if anyway:
             raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
-        retrying.insert(extension, *_written(extension, named))
+        insert(extension, *_written(extension, named))
         return
     waiting = [one.fix for one in _case().plan.candidates] if extension.open is not None else []
     if len(named) == 1 and named[0] in _RELEASES and named[0] not in waiting:
@@ -87,25 +85,7 @@ def fix(extension: Extension, words: list[str]) -> None:
     if candidate.effect is Effect.ADVICE:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
-    extension.request = retrying.Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
-
-
-def fit(extension: Extension, words: list[str]) -> None:
-    """`%oomdoctor fit SIZE`: plan the failed cell again, for no more memory than that, such as 11GiB."""
-    if len(words) != 1:
-        raise UsageError("fit takes the memory that the cell may need, such as 11GiB")
-    size, case = parse_size(words[0]), _case()
-    opened = _retryable(extension)
-    most = pipeline.budget_of(case.evidence, 0)
-    if most is None:
-        raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
-    if size > most:
-        raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
-    planned, last = planned_within(extension, case, opened, most - size), extension.shown
-    if last is not None and hasattr(extension.shell, "kernel"):
-        last.update(planned)
-    else:
-        Shown(extension).show(planned)
+    extension.request = Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
 
 
 def retry(extension: Extension, words: list[str]) -> None:
@@ -118,7 +98,7 @@ def retry(extension: Extension, words: list[str]) -> None:
     if not chosen:
         why = pipeline.beyond_cure(case) or "no fix that keeps the result is likely to fit"
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
-    extension.request = retrying.Request(case=case, chosen=chosen, anyway="--anyway" in words)
+    extension.request = Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
 
 def diff(extension: Extension, words: list[str]) -> None:
@@ -131,7 +111,7 @@ def diff(extension: Extension, words: list[str]) -> None:
 
 def undo(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
-    print(retrying.undo(extension))
+    print(take_back(extension))
 
 
 def cases(_extension: Extension, _words: list[str]) -> None:
@@ -271,16 +251,16 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
     )
 
 
-def _retryable(extension: Extension) -> retrying.OpenCase:
+def _retryable(extension: Extension) -> OpenCase:
     if extension.open is None:
-        why = retrying.why_not_retried(extension, _case().outcome)
+        why = why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
     return extension.open
 
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, retry, diff, undo, cases, simulate, rules, config, help_)
 }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ from oomdoctor.sandbox.malloc import keep_large_blocks_apart, let_large_blocks_j
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.showing import comes_later
 
 _MODULES: Final = (
     *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
@@ -59,6 +59,16 @@ _LIMITS_MACHINE: Final = 0.95
 """Share of the machine's memory below which a cgroup's limit is what binds."""
 _SHORT_RATIO: Final = 0.1
 _SHORT: Final = 2 * GIB
+
+
+_SERVERS: Final = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID")
+"""Environment variables that tell of a notebook that somebody looks at. Source: `jupyter_server` sets the first for
+each kernel from 2.0 on; nbclient and papermill, which run a notebook to its end, set none of them."""
+
+
+def is_watched(shell: Any) -> bool:
+    """Return whether somebody looks at the notebook of this shell, for all that the environment tells."""
+    return hasattr(shell, "kernel") and any(name in os.environ for name in _SERVERS)
 
 
 class Warming:
@@ -148,8 +158,8 @@ class Warming:
             if "torch" in sys.modules and not self._has_teams:
                 self._has_teams = begin_teams()
             self._go_on(_AT_END_S)
-        is_watched = "torch" in sys.modules and comes_later(self._shell, self._config.forecasts)
-        if (is_limited or is_watched) and (self._task is None or self._task.done()):
+        is_used = is_limited or ("torch" in sys.modules and is_watched(self._shell))
+        if is_used and (self._task is None or self._task.done()):
             try:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
@@ -250,15 +260,14 @@ def _rehearse_traceback(shell: Any) -> None:
 def _rehearse(config: OomDoctor) -> None:
     """Diagnose a failure that there was not, and show it to nobody: what that loads by the way is there then."""
     from oomdoctor.model.session import Cell, Cells
-    from oomdoctor.shell.showing import retry_of
     from oomdoctor.views import bundle
 
     failure = MemoryError()
     cells = Cells(history=(Cell(number=0, source="raise MemoryError"),))
     case, session = pipeline.observe(failure, lambda device: pipeline.open_session({}, cells, device), {})
     case = pipeline.diagnose(case, pipeline.rulebook(tuple(map(Path, config.rule_paths))))
-    case = pipeline.plan(case, session, lambda: None, time_budget_s=0, reserve=0)
-    bundle(case, None, retry_of(case))
+    case = pipeline.plan(case, session, None, time_budget_s=0)
+    bundle(case)
     release(failure)
 
 

@@ -53,7 +53,7 @@ def assert_heals(fix: str, *sources: str, budget: str | int, namespace: dict[str
         assert failure is not None, "the last cell did not fail"
         case, session = _diagnose(failure, Cells(history=(*setup, last)), globals_)
         release(failure)
-        case = pipeline.plan(case, session, transaction.restore, time_budget_s=60, reserve=0)
+        case = pipeline.plan(case, session, transaction, time_budget_s=60)
         chosen = [candidate for candidate in case.plan.candidates if candidate.fix == fix]
         assert chosen, f"{fix} was not offered: {dict(case.plan.refusals).get(fix, 'no dose fits')}"
 

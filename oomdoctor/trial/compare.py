@@ -20,8 +20,8 @@ from typing import Any, Final, cast
 import torch
 
 from oomdoctor.model.fix import Effect
+from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Session
-from oomdoctor.model.trial import Trial
 from oomdoctor.objects.leaves import ANOTHER_NAME, RANDOM, Leaf
 from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names

@@ -18,16 +18,14 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model import jsonable
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.cards import CONTEXT_BYTES
+from oomdoctor.model.case import Finding
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.finding import Finding
 from oomdoctor.model.fix import Patch
-from oomdoctor.model.growth import Growth, Mark, compare
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan
-from oomdoctor.model.plan import Course, Forecast, Plan, Verdict
+from oomdoctor.model.plan import Course, Fit, Forecast, LargestBatch, MemPlan, Plan, Verdict
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import html, text, words
+from oomdoctor.views import html, words
 from oomdoctor.views.device_card import in_use
 from oomdoctor.views.document import (
     Bar,
@@ -45,6 +43,7 @@ from oomdoctor.views.document import (
     given,
     prose,
 )
+from oomdoctor.views.growth import Growth, compare
 from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import ceiling
 from oomdoctor.views.mime import plain, report_bundle
@@ -52,7 +51,6 @@ from oomdoctor.views.prices import Prices, basis, prices
 from oomdoctor.views.story import read
 from oomdoctor.views.survey import GrowthRows, focus, growth_rows, survey
 
-_LOG: Final = 100
 _numbers: Final = count()
 
 
@@ -88,11 +86,9 @@ class Report:
         found.only = found.evidence.device.name
         return found
 
-    def survey(
-        self, *, top: int = TOP, growth: GrowthRows | None = None, marks: tuple[Mark, Mark] | None = None
-    ) -> Document:
+    def survey(self, *, top: int = TOP, growth: GrowthRows | None = None) -> Document:
         """Return what is shown of it."""
-        return survey(self.evidence, top=top, growth=growth, marks=marks, absent=self.absent)
+        return survey(self.evidence, top=top, growth=growth, absent=self.absent)
 
     def diff(self, other: Report) -> Grown:
         """Return what grew between this report and ``other``, from the earlier to the later.
@@ -116,10 +112,6 @@ class Report:
     def to_html(self, *, top: int = TOP) -> str:
         """Return a whole page that opens offline, with the ``top`` largest holders of each device."""
         return html.page("Memory report", self.survey(top=top))
-
-    def to_text(self, *, top: int = TOP, width: int = _LOG, colour: bool = False) -> str:
-        """Return text for a terminal or a log, with the ``top`` largest holders of each device."""
-        return text.render(self.survey(top=top), width=width, colour=colour)
 
     def __str__(self) -> str:
         return plain(self.survey())
@@ -198,10 +190,6 @@ class Planned:
     def to_html(self) -> str:
         """Return a whole page that opens offline."""
         return html.page("Memory plan", foresight(self.plan, self._names))
-
-    def to_text(self, *, width: int = _LOG, colour: bool = False) -> str:
-        """Return text for a terminal or a log."""
-        return text.render(foresight(self.plan, self._names), width=width, colour=colour)
 
     def __str__(self) -> str:
         return plain(foresight(self.plan, self._names))

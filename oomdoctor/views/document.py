@@ -260,7 +260,7 @@ class FixRow:
     """One fix.
 
     Attributes:
-        number: what it is called by; None where the order may still change.
+        number: what it is called by.
         peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
             else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
             tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
@@ -268,7 +268,7 @@ class FixRow:
         notes: caveats, and why a part of it cannot be had.
     """
 
-    number: int | None
+    number: int
     title: str
     dose: str
     effect: str

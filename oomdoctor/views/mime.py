@@ -8,7 +8,6 @@ shows nothing at all.
 
 from __future__ import annotations
 
-import codecs
 import os
 import shutil
 import sys
@@ -49,24 +48,17 @@ def _bundle(document: Document, names: Mapping[int, str] | None) -> dict[str, st
 
 def report_bundle(document: Document) -> dict[str, str]:
     """Return ``document`` by MIME type."""
-    return {"text/plain": plain(document), "text/html": html.render(document)}
+    shown = fitted(text.render(document, **looks(sys.stdout)), sys.stdout)
+    return {"text/plain": shown, "text/html": html.render(document)}
 
 
 def plain(document: Document) -> str:
-    """Return ``document`` as text for the standard output."""
+    """Return ``document`` as text as wide as the standard output, without colours."""
     return fitted(text.render(document, width=looks(sys.stdout)["width"]), sys.stdout)
 
 
 _NARROWEST, _WIDEST, _LOG = 20, 120, 100
 _COLOURLESS: Final = ("", "dumb", "unknown")
-
-SUBSTITUTE: Final = "oomdoctor.substitute"
-"""The name of an error handler for streams: what they cannot take is written in ASCII."""
-
-_BAR: Final = zip("█▓▒░▚▪▞◆▤▥▦▨▣◇▬┄■▩▧·╱╳≡", "#PGOBbkxhcpt@s%-~e:./X=", strict=True)  # noqa: RUF001
-_COURSE: Final = zip("▁▂▃▄▅▆▇", "_.,-+*%", strict=True)
-_SIGNS: Final = zip("≈×▼│✓✗µ", "~xv|+xu", strict=True)  # noqa: RUF001
-_ASCII: Final = {"→": "->", "…": "...", "±": "+-", "ᵀ": "^T", "Ψ": "Psi", **dict((*_BAR, *_COURSE, *_SIGNS))}
 
 
 class Looks(TypedDict):
@@ -88,10 +80,10 @@ def looks(stream: TextIO | None) -> Looks:
 
 
 def fitted(text: str, stream: TextIO | None) -> str:
-    """Return ``text`` in the characters that ``stream`` can take: those of an ASCII locale, say, and no surrogates."""
+    """Return ``text`` in the characters that ``stream`` can take, ``?`` for others."""
     encoding = getattr(stream, "encoding", None)
     try:
-        return text.encode(encoding, SUBSTITUTE).decode(encoding) if isinstance(encoding, str) else text
+        return text.encode(encoding, "replace").decode(encoding) if isinstance(encoding, str) else text
     except (LookupError, UnicodeError):  # what stands in for a stream may name no real encoding
         return text
 
@@ -108,13 +100,3 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):  # what stands in for a stream may lack it, and a closed one raises
         return False
-
-
-def _substitute(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(_ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking), error.end
-
-
-codecs.register_error(SUBSTITUTE, _substitute)

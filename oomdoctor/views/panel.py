@@ -9,20 +9,18 @@ captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.sizes import format_size
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
 from oomdoctor.views.prices import fix_row, fix_rows
 from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case, OutcomeKind
+    from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Candidate, Forecast, Plan
 
 _AUTO: Final = (
@@ -35,7 +33,6 @@ _WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
 """The layout of a row that breaks where the screen is narrow."""
 _FITTING: Final = {"width": "auto", "min_width": "7em"}
 """A button as wide as its name: the width that ipywidgets gives leaves no room for a dose."""
-_NARROW: Final = {"width": "auto", "max_width": "14em"}
 _DIFF: Final = (
     "font-family:var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));overflow-x:auto;"
     "white-space:pre;line-height:1.3;color:inherit;background:none"
@@ -60,12 +57,8 @@ class Doctor(Protocol):
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
 
-    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
-        """Do ``fix`` with the fix of a number, ``fit`` with a size, ``retry``, ``undo``; return how a retry ended.
-
-        Args:
-            tell: takes a retry as it goes, on any thread.
-        """
+    def press(self, verb: str, what: int | None = None) -> None:
+        """Do ``fix`` with the fix of a number, ``retry``, ``undo``."""
 
 
 def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool = False) -> Panel | None:
@@ -90,21 +83,15 @@ class Panel:
 
     def __init__(self, widgets: Any, doctor: Doctor, *, typed: bool) -> None:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
-        self._buttons, self._progress = Buttons(widgets), Progress(widgets)
+        self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
-        self._has_best = False
-        self._waits = self._fits = ""
-        self._best = self._buttons.add("Retry best", "", lambda: self._press("retry", None))
-        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo", None))
-        self._fit = widgets.Text(
-            description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
-        )
-        self._fit.observe(lambda _: self._fit_in(), "value")
+        self._has_best, self._waits = False, ""
+        self._best = self._buttons.add("Retry best", "", lambda: self._press("retry"))
+        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"))
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
         self._note = widgets.HTML()
-        head = [first if typed else self._best, self._undo, self._fit, self._auto(), self._note]
-        # What is put out by a retry stands where that is watched.
-        self._above = (widgets.HBox(head, layout=_WRAPPING), self._progress.box, self._buttons.output)
+        head = [first if typed else self._best, self._undo, self._auto(), self._note]
+        self._above = (widgets.HBox(head, layout=_WRAPPING), self._buttons.output)
         self.box = widgets.VBox(self._above)
 
     def display(self) -> None:
@@ -119,14 +106,10 @@ class Panel:
 
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now."""
-        plan, retry = case.plan, retry or Retry.of(case.plan)
-        self._best.tooltip = "Wait for the forecasts, then run the cell again" if plan.pending else _best(case, retry)
-        self._has_best = plan.pending or bool(retry.chosen)
-        self._waits = "Forecasts are being made." if plan.pending else ""
-        if not plan.pending:
-            self._fill(plan)
-        budget = plan.unchanged.budget
-        self._fits = self._fit.value = "" if budget is None else format_size(budget)
+        retry, pending = retry or Retry.of(case.plan), case.plan.pending
+        self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
+        self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are being made." if pending else ""
+        self._fill(case.plan)
         self.refresh()
 
     def refresh(self) -> None:
@@ -138,7 +121,6 @@ class Panel:
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, enabled=bool(in_place))
         self._buttons.enable(self._best, enabled=self._has_best and can_retry)
-        self._buttons.enable(self._fit, enabled=bool(self._fits) and not self._waits and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
@@ -148,7 +130,7 @@ class Panel:
         self._rows = [
             Row(self._widgets, row.number, candidate, plan.unchanged, self._buttons, press)
             for row, candidate in zip(fix_rows(plan), plan.candidates, strict=True)
-            if row.number is not None and (row.apply or row.diff)
+            if row.apply or row.diff
         ]
         self.box.children = (*self._above, *(row.box for row in self._rows))
 
@@ -165,16 +147,8 @@ class Panel:
         chosen.observe(choose, "value")
         return chosen
 
-    def _fit_in(self) -> None:
-        if self._fit.value != self._fits:  # which is what the plan is for already
-            self._buttons.press(self._fit, lambda: self._press("fit", self._fit.value.replace(" ", "")))
-
-    def _press(self, verb: str, what: int | str | None) -> None:
-        ended = self._doctor.press(verb, what, self._progress.show)
-        if ended is not None:
-            self._progress.end(ended)
-        elif verb == "undo" and not self._doctor.in_place:
-            self._progress.hide()
+    def _press(self, verb: str, what: int | None = None) -> None:
+        self._doctor.press(verb, what)
         self.refresh()
 
 
@@ -324,71 +298,3 @@ class Buttons:
     def _refresh(self) -> None:
         for button, enabled in self._enabled.items():
             button.disabled = self._running or not enabled
-
-
-class Progress:
-    """A retry while it runs, as a sentence and a bar of memory against the budget; hidden before the first."""
-
-    def __init__(self, widgets: Any) -> None:
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, description="Memory")
-        self._text = widgets.HTML()
-        self.box = widgets.HBox([self._bar, self._text], layout={**_WRAPPING, "display": "none"})
-
-    def show(self, live: Live) -> None:
-        """Show the retry as it is now. May be called on another thread than the kernel's."""
-        if live.allocated is not None and live.budget:
-            self._bar.value = min(live.allocated / live.budget, 1.0)
-        self._text.value = escape(live.sentence)
-        self.box.layout.display = self._bar.layout.display = ""
-
-    def end(self, live: Live) -> None:
-        """Show that it has ended; where it came to a result, the notice that was put out says it all."""
-        if live.outcome is not None:
-            self.hide()
-            return
-        self._bar.layout.display = "none"
-        self._text.value = escape(live.end)
-
-    def hide(self) -> None:
-        """Show nothing of it any more."""
-        self._text.value = ""
-        self.box.layout.display = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """A retry at one moment.
-
-    Attributes:
-        attempt: which one is running, 0 before the first has begun; ``most``: how many there may be.
-        allocated: bytes of tensors, None where that cannot be told; ``budget``: bytes that there are for them.
-        waits: whether it begins only when the forecasts are there.
-        outcome: how it ended; None while it runs, and where it came to no result, as one that was interrupted.
-    """
-
-    attempt: int
-    most: int
-    elapsed_s: float
-    allocated: int | None = None
-    budget: int | None = None
-    waits: bool = False
-    outcome: OutcomeKind | None = None
-
-    @property
-    def sentence(self) -> str:
-        """All of it in words."""
-        before = "Waiting for the forecasts" if self.waits else "Going back to the cell's start"
-        what = f"Attempt {self.attempt} of at most {self.most}" if self.attempt else before
-        return f"{what}, {self.elapsed_s:.1f} s{self._memory()}; the kernel's interrupt button ends it."
-
-    @property
-    def end(self) -> str:
-        """That it came to no result and how long it took, in words."""
-        attempts = f", {self.attempt} attempt{'' if self.attempt == 1 else 's'}" if self.attempt else ""
-        return f"! Ended without a result after {self.elapsed_s:.1f} s{attempts}."
-
-    def _memory(self) -> str:
-        if self.allocated is None:
-            return ""
-        of = "" if self.budget is None else f" of {format_size(self.budget)}"
-        return f": {format_size(self.allocated)}{of} in use"

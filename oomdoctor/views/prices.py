@@ -94,8 +94,7 @@ def _unfixed(plan: Plan, *, fits: bool) -> str | None:
     """Return why there are no fixes, or none that are settled; None where the forecast of the cell says it already."""
     unchanged = plan.unchanged
     if plan.pending:
-        what = "Their numbers and commands are shown" if plan.candidates else "The changes are shown"
-        return f"Forecasts are being made. {what} when they are there."
+        return "Forecasts are being made. The changes are shown when they are there."
     if plan.candidates or (unchanged.peak is None and unchanged.refused is None):
         return None
     is_enough = fits and unchanged.verdict is Verdict.FITS
@@ -115,16 +114,15 @@ def _need(unchanged: Forecast) -> str:
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
-    """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them once that is settled."""
-    numbered = enumerate(plan.candidates, 1)
-    return tuple(fix_row(None if plan.pending else number, one, plan.unchanged) for number, one in numbered)
+    """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them."""
+    return tuple(fix_row(number, one, plan.unchanged) for number, one in enumerate(plan.candidates, 1))
 
 
-def fix_row(number: int | None, candidate: Candidate, unchanged: Forecast) -> FixRow:
-    """Return one candidate as a row, without commands where it has no number."""
-    forecast, is_offered = candidate.forecast, candidate.refuted is None and number is not None
+def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
+    """Return one candidate as a row, without commands where it was refuted."""
+    forecast, is_offered = candidate.forecast, candidate.refuted is None
     effect, promise = words.EFFECTS[candidate.effect]
-    if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and candidate.refuted is None:
+    if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and is_offered:
         promise = f"{promise}, to be checked"
     is_written = not isinstance(candidate.patch, Refused)
     is_applied = candidate.effect is not Effect.ADVICE and (is_written or candidate.applies_live)
@@ -248,60 +246,27 @@ def _title(case: Case) -> str:
     }[outcome.kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Used:
-    """A fix that was in place: the label it ran under, and the candidate it comes from where there is one.
-
-    A retry that ran out of memory again may have taken the candidate's fix in a stronger dose, which has no price.
-    """
-
-    label: str
-    number: int = 0
-    candidate: Candidate | None = None
-
-    @property
-    def as_priced(self) -> Candidate | None:
-        """The candidate, if it ran in the dose that was priced."""
-        return self.candidate if self.candidate is not None and self.candidate.label == self.label else None
-
-    @property
-    def dose(self) -> str:
-        """The dose within the label, empty where it has none."""
-        _, _, dose = self.label.partition("(")
-        return words.clean(dose.removesuffix(")"), 120)
-
-
-def _used(case: Case, label: str) -> _Used:
-    numbered = enumerate(case.plan.candidates, 1)
-    same_fix = [pair for pair in numbered if label == pair[1].label or label.startswith(f"{pair[1].fix}(")]
-    number, candidate = max(same_fix, key=lambda pair: pair[1].label == label, default=(0, None))
-    return _Used(label=label, number=number, candidate=candidate)
-
-
 def _facts(case: Case) -> list[tuple[str, str]]:
     outcome = case.outcome
-    used = [_used(case, label) for label in outcome.fixes]
     did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
-    priced = used[0].as_priced if len(used) == 1 else None
-    forecast = priced.forecast if priced is not None else None
+    known = {one.label: (number, one) for number, one in enumerate(case.plan.candidates, 1)}
+    used = [known[label] for label in outcome.fixes if label in known]
+    forecast = used[0][1].forecast if len(used) == 1 else None
     facts = [(WHY, words.clean(outcome.why, 600))]
-    facts += [(did, _change(one)) for one in used]
+    facts += [(did, _change(known[one][1]) if one in known else words.code(one, 120)) for one in outcome.fixes]
     if outcome.kind is OutcomeKind.HEALED:
         facts.append(("Checked", words.clean(outcome.checked, 600)))
-        caveats = [one.candidate.caveat for one in used if one.candidate is not None and one.candidate.caveat]
-        facts += [("Mind", words.clean(caveat, 600)) for caveat in caveats if caveat != outcome.why]
+        facts += [("Mind", words.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
     facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, forecast))]
     if outcome.kind is not OutcomeKind.OFFERED:
         facts.append(("State", words.STATES[outcome.state]))
     return facts + _commands(case, used)
 
 
-def _change(used: _Used) -> str:
-    if used.candidate is None:
-        return words.code(used.label, 120)
-    dose = f" ({used.dose})" if used.dose else ""
-    effect, promise = words.EFFECTS[used.candidate.effect]
-    return f"{words.clean(used.candidate.title)}{dose}; {effect}: {promise}"
+def _change(candidate: Candidate) -> str:
+    dose = f" ({words.clean(str(candidate.dose), 120)})" if candidate.dose.values else ""
+    effect, promise = words.EFFECTS[candidate.effect]
+    return f"{words.clean(candidate.title)}{dose}; {effect}: {promise}"
 
 
 def _measured(case: Case, forecast: Forecast | None) -> str:
@@ -336,11 +301,10 @@ def _time(case: Case, forecast: Forecast | None) -> str:
     return "; ".join(parts)
 
 
-def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
+def _commands(case: Case, used: list[tuple[int, Candidate]]) -> list[tuple[str, str]]:
     """Return how to keep a change or take it back; where there was none, what can still be done."""
     if case.outcome.kind is OutcomeKind.HEALED:
-        kept = [(_KEEP, _keep(one, one.candidate)) for one in used if one.candidate is not None]
-        return [*kept, (_BACK, "`%oomdoctor undo`")]
+        return [*((_KEEP, _keep(*one)) for one in used), (_BACK, "`%oomdoctor undo`")]
     offered = _untried(case)
     if offered is None:
         return []
@@ -352,13 +316,11 @@ def _commands(case: Case, used: list[_Used]) -> list[tuple[str, str]]:
     return [(_OFFERED, f"`{offered.apply}` {offered.title}")]
 
 
-def _keep(used: _Used, candidate: Candidate) -> str:
+def _keep(number: int, candidate: Candidate) -> str:
     if isinstance(candidate.patch, Refused):
         return f"there is no diff: {words.clean(candidate.patch.reason)}"
-    shows = f"`%oomdoctor diff {used.number}` shows the change to make in your source"
-    if used.as_priced is not None:
-        return f"{shows}, `%oomdoctor fix {used.number} --insert` puts it into the next cell"
-    return f"{shows}, there with {words.clean(candidate.dose.short, 120)}: write {used.dose} instead"
+    shows = f"`%oomdoctor diff {number}` shows the change to make in your source"
+    return f"{shows}, `%oomdoctor fix {number} --insert` puts it into the next cell"
 
 
 def _untried(case: Case) -> FixRow | None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.absence import Unavailable
-from oomdoctor.model.case import OutcomeKind
+from oomdoctor.model.case import Finding, OutcomeKind
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.finding import Finding
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Measured

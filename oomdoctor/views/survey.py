@@ -12,12 +12,12 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.growth import Change, DeviceGrowth, Mark, Switch, compare, difference, switched
-from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
+from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import words
 from oomdoctor.views.device_card import Card, device_card
-from oomdoctor.views.document import Block, Document, Line, Section, Table, apart, given, prose
+from oomdoctor.views.document import Block, Document, Line, Section, Table, apart, prose
+from oomdoctor.views.growth import Change, DeviceGrowth, compare
 from oomdoctor.views.holders import TOP, WEIGHTS, one_per_group
 from oomdoctor.views.host_card import host_card
 
@@ -57,7 +57,6 @@ def survey(
     *,
     top: int = TOP,
     growth: GrowthRows | None = None,
-    marks: tuple[Mark, Mark] | None = None,
     absent: Sequence[tuple[str, Unavailable]] = (),
 ) -> Document:
     """Return one sentence for each memory of ``evidence``, then the devices one by one, then the host.
@@ -65,13 +64,11 @@ def survey(
     Args:
         top: holders to list for each device. Above ``holders.TOP`` weights are listed one by one, and all limits.
         growth: what grew since an earlier report, where that was asked for.
-        marks: the counters at the start of the last cell, and now.
         absent: what is known to be missing on this machine, by name.
     """
     found = cards(evidence, top=top)
     return (
         *(_headline(card.headline) for card in found),
-        *given(None if marks is None else Line(since_cell(*marks, evidence.devices))),
         *apart(*(growth.blocks() if growth is not None else [])),
         *(Section(card.blocks()) for card in found),
         *apart(*(Line(line, "muted") for line in absences(evidence, absent))),
@@ -217,40 +214,6 @@ def _signed(size: int) -> str:
     return f"{'+' if size >= 0 else ''}{format_size(size)}"
 
 
-def since_cell(mark: Mark, now: Mark, devices: tuple[DeviceMemory, ...]) -> str:
-    """Return what the counters say has grown on ``devices`` and in this process since the cell of ``mark`` began."""
-    before, after = dict(mark.allocated), dict(now.allocated)
-    switch = switched(mark.simulated, now.simulated)
-    changed = "" if switch is None else f"{_switched(switch)}, so its tensors cannot be compared"
-    parts = [
-        f"{words.device_name(device)} {_signed(after[device.name] - before.get(device.name, 0))} allocated"
-        for device in devices
-        if device.name in after and (switch is None or device.name != switch.device)
-    ]
-    parts += _resident(difference(mark.rss, now.rss))
-    return f"Since In[{mark.cell}] began: {_joined(changed, parts)}."
-
-
-def _switched(switch: Switch) -> str:
-    """Return what became of the simulated device, in words."""
-    name = f"{words.clean(switch.device, 40)} (simulated)"
-    if switch.before is None:
-        return f"{name} was switched on"
-    if switch.after is None:
-        return f"{name} was switched off"
-    if switch.before == switch.after:
-        return f"{name} was switched off and on again"
-    return f"{name} went from {format_size(switch.before)} to {format_size(switch.after)}"
-
-
-def _joined(changed: str, parts: Sequence[str]) -> str:
-    return "; ".join(filter(None, (changed, ", ".join(parts)))) or _NOTHING
-
-
-def _resident(grown: int | None) -> list[str]:
-    return [] if grown is None else [f"this process {_signed(grown)} resident in host memory"]
-
-
 def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP, only: str | None = None) -> GrowthRows:
     """Return the ``top`` largest changes on each device, by role and then by holder.
 
@@ -264,17 +227,18 @@ def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP,
     models = (*before.code.models, *after.code.models)
     growth = compare(before, after) if top > TOP else compare(_by_model(before, models), _by_model(after, models))
     devices = [device for device in growth.devices if only in (None, device.device)]
-    changed = "" if growth.switch is None else f"the device changed, as {_switched(growth.switch)}: {_UNCOMPARED}"
+    name = words.clean(growth.switched or "", 40)
+    changed = f"{name} (simulated) was switched on, off or to another size: {_UNCOMPARED}" if growth.switched else ""
     totals = [
         f"{_name(device)} {_signed(device.allocated)} {'in tensors' if device.device == 'cpu' else 'allocated'}"
         for device in devices
         if device.allocated is not None and (device.allocated or device.device != "cpu")
     ]
-    totals += _resident(growth.rss)
+    totals += [] if growth.rss is None else [f"this process {_signed(growth.rss)} resident in host memory"]
     changes = [_rows(device, top) for device in devices]
     left_out = sum(number for _, number in changes)
     return GrowthRows(
-        sentence=f"Since {when}: {_joined(changed, totals)}.",
+        sentence=f"Since {when}: {'; '.join(filter(None, (changed, ', '.join(totals)))) or _NOTHING}.",
         rows=tuple(row for rows, _ in changes for row in rows),
         more=f"and {words.count(left_out, 'smaller change')}" if left_out else None,
     )
@@ -290,10 +254,9 @@ def _rows(device: DeviceGrowth, top: int) -> tuple[list[GrowthRow], int]:
     """Return the changes on ``device``, and how many are left out of them.
 
     The roles come first, each with its holder where one alone has changed by as much; then the largest other holders,
-    without those that are as nothing beside them; then what moved from one path to another.
+    without those that are as nothing beside them.
     """
-    where, moved = _name(device), tuple(_renamed(device.holders))
-    changes = [change for change in device.holders if not any(change is one for pair in moved for one in pair)]
+    where, changes = _name(device), device.holders
     roles = dict(device.roles)
     of_role = {role: [change for change in changes if change.role is role] for role in roles}
     single = {role: held[0] for role, held in of_role.items() if len(held) == 1 and held[0].bytes == roles[role]}
@@ -307,23 +270,7 @@ def _rows(device: DeviceGrowth, top: int) -> tuple[list[GrowthRow], int]:
     for change in listed:
         kind = f" ({words.ROLES[change.role]})" if change.role in WEIGHTS else ""
         rows.append(GrowthRow(_signed(change.bytes), f"{words.code(change.path, 120)}{kind}{_end(change)}", where))
-    for gone, new in moved[:top]:
-        if abs(new.bytes) >= least:
-            what = f"{words.code(gone.path, 120)} is now {words.code(new.path, 120)}"
-            rows.append(GrowthRow(format_size(new.bytes), what, where))
     return rows, len(others) - len(listed)
-
-
-def _renamed(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
-    """Yield ``(gone, new)`` where just one path of a role lost what just one other got."""
-    alike: dict[tuple[Role, int], list[Change]] = {}
-    for change in changes:
-        if change.is_gone or change.is_new:
-            alike.setdefault((change.role, abs(change.bytes)), []).append(change)
-    for pair in alike.values():
-        gone, new = [change for change in pair if change.is_gone], [change for change in pair if change.is_new]
-        if len(gone) == len(new) == 1:
-            yield gone[0], new[0]
 
 
 def _end(change: Change) -> str:

@@ -63,7 +63,7 @@ _NUMBER: Final[dict[str, Any]] = {"justify": "right", "no_wrap": True}
 _LINE_STYLES: Final = {"title": "title", "name": "strong", "muted": "muted", "more": "muted"}
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 _INDENT, _GAP = 2, 2
-_NARROW, _NARROW_FOR_FIXES = 60, 92
+_NARROW: Final = 60
 _LONGEST_BAR: Final = 100
 
 
@@ -142,7 +142,7 @@ class _Renderer:
                 yield _indented(self._grid((_NUMBER, {"ratio": 1}), ranked))
             case Fixes():
                 yield ""
-                yield _indented((self._stacked if self._width < _NARROW_FOR_FIXES else self._priced)(block.rows))
+                yield _indented(self._fixes(block.rows))
             case Diff():
                 lines = "\n".join(f"  {line}" for line in block.text.rstrip("\n").split("\n"))
                 yield Text(lines, no_wrap=True, overflow="ignore")
@@ -204,48 +204,22 @@ class _Renderer:
             text.append("\n").append_text(prose(sentence))
         return text
 
-    def _priced(self, rows: tuple[FixRow, ...]) -> Grid:
-        table = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True, header_style="dim")
-        table.add_column("#", **_NUMBER)
-        table.add_column("Change", ratio=5)
-        table.add_column("Forecast peak", ratio=3, min_width=25)
-        table.add_column("Verdict", min_width=11)
-        table.add_column("Time", no_wrap=True)
-        for row in rows:
-            table.add_row(
-                "•" if row.number is None else str(row.number),
-                self._change(row),
-                self._inline("\n".join(filter(None, (row.peak, row.quantity, row.basis)))),
-                Text(row.verdict_text, words.TONES[row.verdict]),
-                row.slowdown,
-            )
-            if row is not rows[-1]:
-                table.add_row()
-        return table
-
-    def _stacked(self, rows: tuple[FixRow, ...]) -> Grid:
+    def _fixes(self, rows: tuple[FixRow, ...]) -> Grid:
+        """Return what each fix changes and promises, its price, how to have it, and what to know before."""
         table = self._grid((_NUMBER, {"ratio": 1, "overflow": "fold"}), ())
         for row in rows:
-            price = Text.assemble((row.verdict_text, words.TONES[row.verdict]), f": {row.peak}")
-            price.append(f" {row.quantity}, {row.basis}" if row.quantity else "")
-            number = "•" if row.number is None else f"{row.number}."
-            table.add_row(number, self._change(row, price.append(f"; time {row.slowdown}")))
+            text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
+            text.append(f"\n{row.effect}: {row.promise}\n")
+            text.append(row.verdict_text, words.TONES[row.verdict]).append(f": {row.peak}")
+            text.append(f" {row.quantity}, {row.basis}" if row.quantity else "").append(f"; time {row.slowdown}")
+            if commands := [command for command in (row.apply, row.diff) if command]:
+                text.append("\n").append("   ".join(commands), "command")
+            for note in row.notes:
+                text.append(f"\n{note}", "muted")
+            table.add_row(f"{row.number}.", self._inline(text))
             if row is not rows[-1]:
                 table.add_row()
         return table
-
-    def _change(self, row: FixRow, price: Text | None = None) -> Text:
-        """Return what a fix changes, what it promises, how to have it, and what to know before."""
-        text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
-        text.append(f"\n{row.effect}: {row.promise}")
-        if price is not None:
-            text.append("\n").append_text(price)
-        commands = [command for command in (row.apply, row.diff) if command]
-        if commands:
-            text.append("\n").append("   ".join(commands), "command")
-        for note in row.notes:
-            text.append(f"\n{note}", "muted")
-        return self._inline(text)
 
 
 def _indented(part: RenderableType) -> Padding:

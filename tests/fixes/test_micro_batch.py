@@ -19,8 +19,8 @@ from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
-from oomdoctor.model.trial import Trial
 from oomdoctor.trial import compare
 
 PARTS = Dose.of(parts=4)

@@ -137,7 +137,7 @@ def failed(family: Family, budget: int, *, time_budget_s: float) -> Iterator[Rea
         release(failure)
         del failure
         begin = time.perf_counter()
-        case = pipeline.plan(case, session, transaction.restore, time_budget_s=time_budget_s, reserve=0)
+        case = pipeline.plan(case, session, transaction, time_budget_s=time_budget_s)
         yield Ready(
             case=case,
             session=session,

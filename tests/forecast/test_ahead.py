@@ -9,8 +9,7 @@ import torch
 
 from oomdoctor import pipeline, simulate
 from oomdoctor.model.fix import Patch
-from oomdoctor.model.memplan import MemPlan
-from oomdoctor.model.plan import Candidate, Verdict
+from oomdoctor.model.plan import Candidate, MemPlan, Verdict
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import MIB
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from oomdoctor.forecast.foresee import largest
-from oomdoctor.model.memplan import LargestBatch
-from oomdoctor.model.plan import Course, Forecast, Verdict
+from oomdoctor.model.plan import Course, Forecast, LargestBatch, Verdict
 
 BUDGET = 10_000
 

@@ -8,7 +8,7 @@ from scenes import SCENES, of
 
 from oomdoctor import fixes
 from oomdoctor.incident import from_text
-from oomdoctor.model.finding import Cause
+from oomdoctor.model.case import Cause
 from oomdoctor.rulebook import load, locate
 from oomdoctor.rulebook.facts import facts_of
 

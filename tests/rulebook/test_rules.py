@@ -8,8 +8,8 @@ from scenes import CUDA, LOOP, SCENES, TRAINING, evidence, held, of, training
 
 from oomdoctor import fixes
 from oomdoctor.incident import from_text
+from oomdoctor.model.case import Cause
 from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
-from oomdoctor.model.finding import Cause
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.sizes import GIB, MIB, parse_size

@@ -19,7 +19,7 @@ STAGES = {
     "devices": "oomdoctor.evidence.host.read",
     "code": "oomdoctor.evidence.moment.facts",
     "rules": "oomdoctor.pipeline.rulebook",
-    "release": "oomdoctor.shell.failing.release",
+    "release": "oomdoctor.shell.doctor.release",
     "fixes": "oomdoctor.fixes.catalogue",
     "forecast": "oomdoctor.forecast.planning.Planning",
     "text": "oomdoctor.views.text.render",

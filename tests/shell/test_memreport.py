@@ -49,8 +49,6 @@ def test_a_person_sees_first_what_fills_the_memory(ready: Kernel) -> None:
     assert "of 512 MiB in use; " in first
     assert first.endswith("your tensors in `big`.")
     assert second.startswith("host memory")
-    since = re.search(r"^Since In\[5\] began: cuda:0 \(simulated\) \+200 MiB allocated, this process \+", plain, re.M)
-    assert since
     assert "del big" in plain
     for shown in (plain, page):
         assert "24 parameters" in shown
@@ -68,14 +66,13 @@ def test_the_report_keeps_nothing_alive(ready: Kernel) -> None:
     assert ready.value("seen() is None") is True
 
 
-def test_growth_since_the_last_report_and_since_the_last_cell(ready: Kernel) -> None:
+def test_growth_since_the_last_report(ready: Kernel) -> None:
     first = ready.run("%memreport --diff", ok=True).data("text/plain")[0]
     assert "There is nothing to compare with yet" in first
     ready.run("losses = []\nx = torch.randn(64, 256)\nscrap = torch.ones(1 << 20)", ok=True)
     ready.run("%memreport", ok=True)
     ready.run("losses += [model(x).sum() for _ in range(8)]\ndel scrap", ok=True)
     grown = ready.run("%memreport --diff", ok=True).data("text/plain")[0]
-    assert "Since In[8] began: cuda:0 (simulated) +" in grown
     assert "Since the report of In[7]: cuda:0 (simulated) +" in grown
     assert "graphs kept alive" in grown
     lines = grown.splitlines()
@@ -84,13 +81,6 @@ def test_growth_since_the_last_report_and_since_the_last_cell(ready: Kernel) -> 
     found = json.loads(ready.run("%memreport --diff --json", ok=True).stdout)
     assert set(found) == {"schema", "evidence", "growth"}
     assert {device["device"] for device in found["growth"]["devices"]} == {"cuda:0", "cpu"}
-
-
-def test_a_silent_cell_and_one_of_our_own_do_not_count_as_the_last_cell(ready: Kernel) -> None:
-    ready.run("kept = torch.ones(1 << 20)", ok=True)
-    ready.run("%oomdoctor status", ok=True)
-    ready.value("1 + 1")
-    assert "Since In[5] began: cuda:0 (simulated) +4.00 MiB" in ready.run("%memreport", ok=True).text
 
 
 def test_a_local_of_a_failed_or_running_function_is_told_with_its_cell(ready: Kernel) -> None:
@@ -169,21 +159,19 @@ def test_the_first_report_of_a_process_asks_no_mode_of_the_users(kernel: Kernel,
 
 BAD = {
     "%memreport --device tpu": "no device 'tpu' is in use: there is cuda:0 and cpu",
-    "%memreport --device": "--device needs a name",
-    "%memreport --top 0": "--top needs a number above zero, not '0'",
-    "%memreport --top -3": "--top needs a number above zero",
-    "%memreport --diff yes": "%memreport does not take 'yes'",
-    "%memreport --diff=yes": "--diff takes no value",
-    "%memreport --json=": "--json needs a path after =",
-    "%memreport --json=/tmp/out space.json": "a path with spaces needs quotes: --json '/tmp/out space.json'",
-    "%memreport --html good.html --json nowhere/x.json": "nowhere/x.json cannot be written: No such file or directory "
-    "(there is no folder nowhere)",
-    "%memreport --html . --json good.json": ". cannot be written: Is a directory",
+    "%memreport --device": "--device: expected one argument",
+    "%memreport --top 0": "--top: it needs a number above zero, not '0'",
+    "%memreport --top=-3": "--top: it needs a number above zero",
+    "%memreport --diff yes": "%memreport: unrecognized arguments: yes",
+    "%memreport --diff=yes": "--diff: ignored explicit argument",
+    "%memreport --json=": "--json: it needs a path",
+    "%memreport --json=/tmp/out space.json": "%memreport: unrecognized arguments: space.json",
+    "%memreport --html good.html --json nowhere/x.json": "--json: it needs a path, of a file in a folder that exists",
+    "%memreport --html . --json good.json": "--html: it needs a path, of a file in a folder that exists",
     "%memreport --html /proc/x.html": "/proc/x.html cannot be written: ",
     "%memreport --html good.html --device tpu": "no device 'tpu' is in use",
-    "%memreport --html good --json good": "each file needs a path of its own",
     "%memreport --html good.html --snapshot good.pickle": "there is no snapshot: the virtual accelerator has no CUDA",
-    "%memreport --ranks": "%memreport does not take '--ranks'",
+    "%memreport --ranks": "%memreport: unrecognized arguments: --ranks",
 }
 
 
@@ -232,18 +220,6 @@ def test_a_host_alone_is_reported_with_its_tensors(kernel: Kernel) -> None:
     assert words.count("Not on this machine: ") == 1
     for name in ("CUDA", "XPU", "MPS", "NVML"):
         assert len(re.findall(rf"\b{name}\b", words.partition("Not on this machine: ")[2])) == 1
-
-
-def test_no_counter_is_read_once_the_extension_is_unloaded(kernel: Kernel) -> None:
-    kernel.run("%load_ext oomdoctor\nimport sys", ok=True)
-    kernel.run("import oomdoctor.shell.memreport as watched\nread = []", ok=True)
-    kernel.run("real = watched.counters\nwatched.counters = lambda cell: read.append(cell) or real(cell)", ok=True)
-    kernel.run("1", ok=True)
-    kernel.run("%unload_ext oomdoctor", ok=True)
-    before = kernel.value("len(read)")
-    kernel.run("2", ok=True)
-    assert before == 1
-    assert kernel.value("len(read)") == before
 
 
 def test_the_function_calls_the_cells_of_a_notebook_by_their_numbers(ready: Kernel) -> None:

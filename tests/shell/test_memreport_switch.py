@@ -6,6 +6,7 @@ import json
 
 from kernels import Kernel
 
+CHANGED = "cuda:0 (simulated) was switched on, off or to another size"
 HELD = "import torch\nheld = torch.ones(60 << 18)"
 
 
@@ -19,21 +20,20 @@ def test_a_switch_between_two_reports_is_no_growth(kernel: Kernel) -> None:
     kernel.run("%memreport", ok=True)
     kernel.run("%oomdoctor simulate 512MiB", ok=True)
     on = _shown(kernel, "%memreport --diff")
-    assert "Since the report of In[3]: the device changed, as cuda:0 (simulated) was switched on: its tensors and" in on
-    assert "Since In[2] began: cuda:0 (simulated) was switched on, so its tensors cannot be compared; this" in on
+    assert f"Since the report of In[3]: {CHANGED}: its tensors and those of the host are" in on
     assert "+60.0 MiB" not in on
     same = _shown(kernel, "%memreport --diff")
-    assert "the device changed" not in same
+    assert CHANGED not in same
     assert "Since the report of In[5]: cuda:0 (simulated) +0 B allocated" in same
     kernel.run("%oomdoctor simulate 1GiB", ok=True)
-    assert "as cuda:0 (simulated) went from 512 MiB to 1.00 GiB: " in _shown(kernel, "%memreport --diff")
+    assert CHANGED in _shown(kernel, "%memreport --diff")
     kernel.run("%oomdoctor simulate off", ok=True)
     kernel.run("%oomdoctor simulate 1GiB", ok=True)
-    assert "as cuda:0 (simulated) was switched off and on again: " in _shown(kernel, "%memreport --diff")
-    assert "the device changed" not in _shown(kernel, "%memreport --diff")
+    assert CHANGED in _shown(kernel, "%memreport --diff")
+    assert CHANGED not in _shown(kernel, "%memreport --diff")
     kernel.run("%oomdoctor simulate off", ok=True)
     off = _shown(kernel, "%memreport --diff")
-    assert "the device changed, as cuda:0 (simulated) was switched off: its tensors and those of the host are" in off
+    assert CHANGED in off
     for wrong in ("+60.0 MiB", "-60.0 MiB", "`held`, new", "`held`, gone"):
         assert wrong not in off
     kernel.run("more = torch.ones(20 << 18)", ok=True)
@@ -46,10 +46,10 @@ def test_one_device_alone_is_no_switch_and_the_json_says_the_same(kernel: Kernel
     kernel.run(HELD, ok=True)
     kernel.run("%memreport", ok=True)
     for name in ("cpu", "cuda"):
-        assert "the device changed" not in _shown(kernel, f"%memreport --diff --device {name}")
+        assert CHANGED not in _shown(kernel, f"%memreport --diff --device {name}")
     growth = json.loads(kernel.run("%memreport --diff --json --device cpu", ok=True).stdout)["growth"]
-    assert (growth["switch"], [device["device"] for device in growth["devices"]]) == (None, ["cpu"])
+    assert (growth["switched"], [device["device"] for device in growth["devices"]]) == (None, ["cpu"])
     kernel.run("%oomdoctor simulate off", ok=True)
     growth = json.loads(kernel.run("%memreport --diff --json --device cpu", ok=True).stdout)["growth"]
-    assert growth["switch"] == {"device": "cuda:0", "before": 512 << 20, "after": None}
+    assert growth["switched"] == "cuda:0"
     assert growth["devices"] == []

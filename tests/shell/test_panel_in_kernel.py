@@ -1,11 +1,10 @@
-"""The panel in a real kernel: forecasts that fill in, a retry that is watched and ended."""
+"""The panel in a real kernel: forecasts that fill in, buttons that retry, undo and are interrupted."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 from frontend import Frontend
@@ -20,12 +19,13 @@ from oomdoctor import fixes
 fixes.catalogue = lambda few={name: fixes.get(name) for name in ("micro_batch", "auto" "cast")}: few
 """
 """Few changes, so that few forecasts are made."""
-numbers = count()
+WATCHED = {"JPY_SESSION_NAME": "notebook.ipynb"}
+"""What a server's kernel has in its environment: somebody looks at the notebook."""
 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Kernel]:
-    kernel = Kernel()
+    kernel = Kernel(WATCHED)
     kernel.run(f"%load_ext oomdoctor\n{MODEL}{DATA}slow = 0", ok=True)
     kernel.run(f"%oomdoctor simulate {BUDGET}", ok=True)
     kernel.run(FEW, ok=True)
@@ -35,15 +35,10 @@ def started() -> Iterator[Kernel]:
 
 @pytest.fixture
 def page(started: Kernel) -> Frontend:
-    """A page on the kernel, with the state of a fresh one, whose forecasts come later."""
-    started.run("%config OomDoctor.forecasts = 'later'\n%config OomDoctor.forecast_time_s = 60\n%oomdoctor auto off")
+    """A page on the kernel, with the state of a fresh one."""
+    started.run("%config OomDoctor.forecast_time_s = 60\n%oomdoctor auto off")
     started.run(f"{MODEL}{DATA}slow = 0", ok=True)
     return Frontend(started)
-
-
-def train(text: str = TRAIN) -> str:
-    """Return the failing cell with a text of its own, as one that was healed before is not forecast again."""
-    return f"{text}# {next(numbers)}\n"
 
 
 def shown(page: Frontend) -> str:
@@ -57,11 +52,11 @@ def diagnosed(page: Frontend) -> str:
 def priced(page: Frontend) -> bool:
     """Whether the panel has its rows, which it gets after the diagnosis."""
     boxes = [one for one in page.widgets.values() if one.get("_model_name") == "VBoxModel"]
-    return PENDING not in shown(page) and any(len(box.get("children", ())) > 4 for box in boxes)
+    return PENDING not in shown(page) and any(len(box.get("children", ())) > 3 for box in boxes)
 
 
 def test_the_diagnosis_comes_first_and_the_forecasts_fill_in(page: Frontend, started: Kernel) -> None:
-    assert page.run(train()) == "error"
+    assert page.run(TRAIN) == "error"
     assert PENDING in shown(page), "the cell has answered before the forecasts are there"
     assert not page.has("Retry with 1")
     page.take_until(lambda: priced(page))
@@ -73,7 +68,7 @@ def test_the_diagnosis_comes_first_and_the_forecasts_fill_in(page: Frontend, sta
 
 
 def test_a_command_waits_for_the_forecasts(page: Frontend, started: Kernel) -> None:
-    page.run(train())
+    page.run(TRAIN)
     assert PENDING in shown(page)
     assert page.run("%oomdoctor retry") == "ok"
     assert PENDING not in shown(page), "what was shown of the failure is filled in as well"
@@ -82,7 +77,7 @@ def test_a_command_waits_for_the_forecasts(page: Frontend, started: Kernel) -> N
 
 
 def test_a_cell_that_moves_the_state_ends_the_forecasts(page: Frontend, started: Kernel) -> None:
-    page.run(train())
+    page.run(TRAIN)
     assert PENDING in shown(page)
     assert page.run("len(losses)") == "ok"
     assert PENDING in shown(page), "a cell that only looks ends nothing"
@@ -115,7 +110,7 @@ def test_the_kernel_is_free_while_forecasts_are_made(page: Frontend, started: Ke
         "        late.append((time.monotonic() - began[0], time.thread_time() - began[1]))\n"
         "ticking = asyncio.ensure_future(tick())"
     )
-    page.run(train())
+    page.run(TRAIN)
     before = started.value("len(late)")
     page.take_until(lambda: priced(page))
     gaps = started.value(f"late[{before}:]")
@@ -127,7 +122,7 @@ def test_the_kernel_is_free_while_forecasts_are_made(page: Frontend, started: Ke
 
 def test_a_button_retries_with_its_fix_and_undo_takes_it_back(page: Frontend, started: Kernel) -> None:
     before = started.value(PARAMETERS)
-    page.run(train())
+    page.run(TRAIN)
     page.take_until(lambda: priced(page))
     fixes = started.value(LAST)["fixes"]
     number, fix = next((at, one) for at, one in enumerate(fixes, 1) if one["id"] == "micro_batch")
@@ -136,7 +131,6 @@ def test_a_button_retries_with_its_fix_and_undo_takes_it_back(page: Frontend, st
     case = started.value(LAST)
     assert case["outcome"]["kind"] == "healed", page.said()[-2000:]
     assert case["outcome"]["fixes"] == [f"micro_batch({name}={dose})"]
-    assert "Attempt" not in page.texts, "it has ended, and the notice says how"
     assert "✓ Healed: In[" in diagnosed(page), "what a button puts out is not in the notebook's file, the diagnosis is"
     assert f"(parts={dose})" in diagnosed(page).partition("\nChanged: ")[2]
     assert "forecast" in page.said().partition("Healed")[2], "forecast and measured peak side by side"
@@ -152,7 +146,7 @@ def test_a_button_retries_with_its_fix_and_undo_takes_it_back(page: Frontend, st
 
 def test_a_cell_that_was_healed_by_a_command_is_undone_by_the_button(page: Frontend, started: Kernel) -> None:
     before = started.value(PARAMETERS)
-    page.run(train())
+    page.run(TRAIN)
     page.take_until(lambda: priced(page))
     assert page.state("Undo")["disabled"]
     assert page.run("%oomdoctor retry") == "ok"
@@ -164,26 +158,25 @@ def test_a_cell_that_was_healed_by_a_command_is_undone_by_the_button(page: Front
     assert page.state("Undo")["disabled"], "the state has moved on"
 
 
-def test_a_retry_is_watched_and_an_interrupt_ends_it(page: Frontend, started: Kernel) -> None:
+def test_an_interrupt_ends_a_retry(page: Frontend, started: Kernel) -> None:
     page.run("slow = 30")
     before = started.value(PARAMETERS)
-    page.run(train(SLOW))
+    page.run(SLOW)
     page.take_until(lambda: priced(page))
     sent = page.begin_click("Retry best")
-    page.take_until(lambda: "Attempt 1 of at most 3" in page.texts and "MiB in use" in page.texts)
-    time.sleep(0.2)
+    time.sleep(3)
     started.interrupt()
     page.end(sent)
     assert "KeyboardInterrupt" in page.said()
-    assert re.search(r"! (Ended without a result after \d|(Rolled back|Retry failed): In)", page.texts + page.said())
     assert started.value(PARAMETERS) == before
+    assert not page.state("Retry best")["disabled"]
 
 
 def test_buttons_of_an_earlier_failure_say_so(page: Frontend, started: Kernel) -> None:
-    page.run(train())
+    page.run(TRAIN)
     page.take_until(lambda: priced(page))
     old = page.widget("Retry best")
-    page.run(train())
+    page.run(TRAIN)
     page.take_until(lambda: page.widget("Retry best") != old and priced(page))
     assert page.widgets[old]["disabled"]
     assert "Retries are off: another cell has failed since" in page.texts
@@ -193,40 +186,19 @@ def test_buttons_of_an_earlier_failure_say_so(page: Frontend, started: Kernel) -
 
 
 def test_the_setting_chosen_in_the_panel_is_that_of_the_notebook(page: Frontend, started: Kernel) -> None:
-    page.run(train())
+    page.run(TRAIN)
     page.set("Next time", index=1)
     assert "auto retry: exact" in _said_by(page, "%oomdoctor status")
-    assert page.run(train()) == "ok", "with auto the forecasts come first, and the cell is healed"
+    assert page.run(TRAIN) == "ok"
     assert started.value("len(losses)") == 4
-
-
-def test_where_nobody_looks_the_forecasts_come_first(page: Frontend) -> None:
-    page.run("%config OomDoctor.forecasts = 'auto'")
-    page.run(train())
-    assert "shadow run" in page.said()
-    assert PENDING not in page.said()
-    assert page.has("Retry with 1")
 
 
 def test_a_cell_that_awaits_offers_the_command(page: Frontend) -> None:
     page.run("import asyncio")
-    page.run("await asyncio.sleep(0)\n" + train())
+    page.run("await asyncio.sleep(0)\n" + TRAIN)
     assert "This cell awaits" in page.texts
     assert page.run("%oomdoctor retry") == "ok"
     assert "Healed" in page.said()
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_collector_waits_for_the_panel_and_stays_as_it_was(page: Frontend, started: Kernel, is_on: bool) -> None:
-    page.run(
-        "import gc\nfrom oomdoctor.shell import showing\nkept, seen = showing.Shown.show, []\n"
-        "def show(self, case):\n    kept(self, case)\n    seen.append(gc.isenabled())\nshowing.Shown.show = show"
-    )
-    page.run("pass" if is_on else "gc.disable()")
-    assert page.run(train()) == "error"
-    page.run("showing.Shown.show = kept")
-    assert started.value("[seen, gc.isenabled()]") == [[False], is_on]
-    page.run("gc.enable()")
 
 
 PLANNING = "__import__('oomdoctor.forecast.planning').forecast.planning"
@@ -234,7 +206,7 @@ PLANNING = "__import__('oomdoctor.forecast.planning').forecast.planning"
 
 def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: Frontend, started: Kernel) -> None:
     page.run(f"kept = {PLANNING}.Planning\n{PLANNING}.Planning = None")
-    assert page.run(train()) == "error"
+    assert page.run(TRAIN) == "error"
     page.run(f"{PLANNING}.Planning = kept")
     assert "oomdoctor could not finish (forecast" in page.said()
     assert "Out of memory, case" in shown(page)
@@ -242,16 +214,16 @@ def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: F
     assert page.state("Retry best")["disabled"]
 
 
-@pytest.mark.parametrize(("setting", "loads"), [("later", True), ("first", False)])
-def test_what_a_failure_needs_is_loaded_where_somebody_looks(cold_kernel: Kernel, setting: str, loads: bool) -> None:
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_what_a_failure_needs_is_loaded_where_somebody_looks(cold_kernel: Kernel, is_watched: bool) -> None:
     kernel = cold_kernel
-    kernel.run(f"%load_ext oomdoctor\n%config OomDoctor.forecasts = {setting!r}", ok=True)
+    kernel.run(f"import os\nif {is_watched}: os.environ.update({WATCHED})\n%load_ext oomdoctor", ok=True)
     kernel.run("import random, sys\nrandom.seed(1)\nbefore = random.getstate()", ok=True)
     assert not kernel.value("'rule_engine' in sys.modules"), "nothing is loaded before the user works with torch"
     kernel.run("import torch", ok=True)
-    books = "len(getattr(sys.modules.get('oomdoctor.rulebook.sources'), '_books', ()))"
-    end = time.monotonic() + (30 if loads else 2)
+    books = "len(getattr(sys.modules.get('oomdoctor.rulebook.loading'), '_books', ()))"
+    end = time.monotonic() + (30 if is_watched else 2)
     while not kernel.value(books) and time.monotonic() < end:
         time.sleep(0.2)
-    assert bool(kernel.value(books)) is loads
+    assert bool(kernel.value(books)) is is_watched
     assert kernel.value("random.getstate() == before"), "the user's random numbers are left alone"

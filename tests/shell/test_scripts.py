@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ import oomdoctor
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.shell import borders, script_watch
+from oomdoctor.shell import borders, script_watch, scripts
 from oomdoctor.shell.config import OomDoctor
 
 BUDGET, AMPLE = "12MiB", "512MiB"
@@ -147,7 +147,7 @@ def by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price few changes, by estimates alone: one test in a process of its own has all of them, and forecasts."""
     few = {name: fixes.get(name) for name in ("detach_history", "no_grad_eval", "chunked_forward", "checkpoint_blocks")}
     monkeypatch.setattr(fixes, "catalogue", lambda: few)
-    monkeypatch.setattr(script_watch, "_config", lambda: OomDoctor(forecast_time_s=0.0))
+    monkeypatch.setattr(scripts, "OomDoctor", functools.partial(OomDoctor, forecast_time_s=0.0))
 
 
 @pytest.fixture
@@ -484,35 +484,6 @@ class Other(Trainer):
     assert "reached in another way than as a method of its first argument" in last().outcome.why
 
 
-def test_a_coroutine_is_awaited_and_healed(load: Any) -> None:
-    source = EVALUATE.replace("def evaluate", "async def evaluate")
-    source = source.replace("calls.append(batches)", "calls.append(batches)\n    await asyncio.sleep(0)")
-    module = load("import asyncio\n" + source)
-    with simulate(BUDGET):
-        assert asyncio.run(module.evaluate(module.model, 20, "x"))[1] == ("x",)
-    assert last().outcome.kind is OutcomeKind.HEALED
-    assert module.calls == [20]
-
-
-def test_a_coroutine_beside_another_task_is_left_as_it_failed(load: Any) -> None:
-    source = (
-        EVALUATE.replace("def evaluate", "async def evaluate") + "\nasync def waits():\n    await asyncio.sleep(60)\n"
-    )
-    module = load("import asyncio\n" + source)
-
-    async def main() -> None:
-        task = asyncio.create_task(module.waits(), name="waiter")
-        await asyncio.sleep(0)
-        try:
-            await module.evaluate(module.model, 20)
-        finally:
-            task.cancel()
-
-    with simulate(BUDGET), pytest.raises(out_of_memory()):
-        asyncio.run(main())
-    assert "the task `waiter` is running meanwhile" in last().outcome.why
-
-
 def test_a_call_beside_another_thread_is_left_as_it_failed(load: Any) -> None:
     module = load(EVALUATE + "\ndef waits(event):\n    event.wait(60)\n")
     event = threading.Event()
@@ -562,12 +533,16 @@ def test_a_file_that_was_edited_since_it_was_loaded_is_not_taken_for_the_program
     [
         ("@oomdoctor.heal\ndef f():\n    yield 1", "heal takes no generator: `f` has handed out values"),
         ("@oomdoctor.heal\nasync def f():\n    yield 1", "heal takes no generator: `f` has handed out values"),
+        (
+            "@oomdoctor.heal\nasync def f(): ...",
+            "heal takes no coroutine function: write what `f` computes as a plain one",
+        ),
         ("class A:\n    @oomdoctor.heal\n    @staticmethod\n    def f(): ...", "below `@staticmethod`"),
         ("@oomdoctor.heal\nclass A: ...", "heal takes a function, and was given type"),
         ("oomdoctor.heal(print)", "heal takes a function, and was given builtin_function_or_method"),
-        ("oomdoctor.heal(auto='on')", "auto takes one of exact, any, off, not 'on'"),
-        ("oomdoctor.heal(attempts=0)", "attempts takes a whole number from 1 on, not 0"),
-        ("oomdoctor.heal(time_s=float('nan'))", "time_s takes a number of seconds, not nan"),
+        ("oomdoctor.heal(auto='on')", "The 'auto' trait of an OomDoctor instance expected any of"),
+        ("oomdoctor.heal(attempts=0)", "The value of the 'attempts' trait of"),
+        ("oomdoctor.heal(time_s='long')", "The 'retry_time_s' trait of an OomDoctor instance expected a float"),
     ],
 )
 def test_what_cannot_be_healed_is_refused_in_one_line(load: Any, line: str, reason: str) -> None:

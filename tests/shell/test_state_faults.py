@@ -21,7 +21,6 @@ from state_shell import differing, run, seed, started
 from oomdoctor import pipeline
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.objects.leaves import state_digests
-from oomdoctor.retry.heal import Remedies
 
 ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
     "OOM": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -31,7 +30,7 @@ ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
 }
 BEFORE: Final = {
     "evidence": "oomdoctor.pipeline.observe",
-    "release": "oomdoctor.shell.failing.release",
+    "release": "oomdoctor.shell.doctor.release",
     "diagnosis": "oomdoctor.pipeline.diagnose",
     "forecast": "oomdoctor.pipeline.plan",
     "choice": "oomdoctor.pipeline.admitted",
@@ -82,7 +81,6 @@ def _class(path: str) -> Any:
 def fail(shell: InteractiveShell, target: str, error: BaseException) -> tuple[Any, dict[str, str], str]:
     """Fail in the third iteration with a fault planted; return result, the digests of before, and what was shown."""
     shell.reset(new_session=True)
-    vars(shell)["_oomdoctor_extension"].remedies = Remedies()  # what healed it before would be tried without a plan
     seed()
     for cell in CELLS[:-1]:
         assert run(shell, cell)[0].success

@@ -21,7 +21,7 @@ from oomdoctor import fixes, pipeline
 from oomdoctor.forecast.attempts import attempt_with_all
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
-from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+from oomdoctor.model.fix import Dose, Patch
 from oomdoctor.objects.leaves import state_digests
 from oomdoctor.sandbox import primitives
 
@@ -310,99 +310,12 @@ def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
 # The same failure once more -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the cases whose fixes were searched by their forecasts."""
-    searched: list[int] = []
-    plan = pipeline.plan
-
-    def counted(case: Case, *args: Any, **kwargs: Any) -> Case:
-        searched.append(case.number)
-        return plan(case, *args, **kwargs)
-
-    monkeypatch.setattr(pipeline, "plan", counted)
-    return searched
-
-
 def trains(shell: InteractiveShell, budget: str = BUDGET) -> None:
     for cell in (*SMALL, f"%oomdoctor simulate {besides(budget)}", "%oomdoctor auto exact"):
         run(shell, cell)
 
 
-def test_what_healed_a_cell_is_tried_first_without_a_new_search(shell: InteractiveShell, searches: list[int]) -> None:
-    trains(shell)
-    assert run(shell, TRAIN)[0].success
-    first = known()
-    peak = first.outcome.peak
-    told = said(shell, "%oomdoctor status")
-    assert re.search(rf"remembered, .*: {re.escape(first.outcome.fixes[0])} for In\[\d+\], measured \d", told)
-    assert run(shell, TRAIN)[0].success
-    second = known()
-    assert (second.number, searches) == (2, [1]), "the second was planned without a search"
-    assert (second.outcome.kind, second.outcome.attempts) == (OutcomeKind.HEALED, 1)
-    assert second.outcome.fixes == first.outcome.fixes
-    forecast = second.plan.candidates[0].forecast
-    assert forecast.peak == peak is not None
-    assert re.fullmatch(r"measured when it healed In\[\d+\]", forecast.basis)
-    assert len(shell.user_ns["losses"]) == 4
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "loader = torch.utils.data.DataLoader(data, batch_size=60)",
-        "model = nn.Sequential(model)",
-        "%oomdoctor simulate {larger}",
-    ],
-    ids=["batch", "model", "device"],
-)
-def test_another_failure_of_the_same_text_is_searched_anew(
-    shell: InteractiveShell, searches: list[int], change: str
-) -> None:
-    larger = besides("13MiB")
-    trains(shell)
-    run(shell, TRAIN)
-    run(shell, change.format(larger=larger))
-    run(shell, TRAIN)
-    assert (known().number, searches) == (2, [1, 2])
-
-
-def test_another_text_is_searched_anew(shell: InteractiveShell, searches: list[int]) -> None:
-    trains(shell)
-    run(shell, TRAIN)
-    run(shell, f"{TRAIN}# once more")
-    assert searches == [1, 2]
-
-
-def test_a_dose_that_no_longer_fits_escalates_and_the_stronger_one_is_remembered(dosing: Kernel) -> None:
-    for cell in (*SMALL, "%oomdoctor simulate 13MiB", TRAIN):
-        dosing.run(cell, ok=True)
-    assert dosing.value(ENDED)[:3] == ["healed", ["micro_batch(parts=2)"], 1]
-    dosing.run("held = [torch.ones(1 << 17) for _ in range(6)]", ok=True)
-    dosing.run(TRAIN, ok=True)
-    *ended, basis = dosing.value(ENDED)
-    assert ended == ["healed", ["micro_batch(parts=8)"], 2]
-    assert "shadow run" not in basis, "no search was made"
-    told = dosing.run("%oomdoctor status", ok=True).text
-    assert "micro_batch(parts=8)" in told
-    assert "micro_batch(parts=2)" not in told
-
-
-def test_a_remembered_fix_that_fails_is_dropped(shell: InteractiveShell, searches: list[int]) -> None:
-    trains(shell)
-    run(shell, "extra = lambda: None")
-    cell = f"{TRAIN}extra()"
-    assert run(shell, cell)[0].success
-    assert "remembered" in said(shell, "%oomdoctor status")
-    run(shell, "extra = lambda: torch.ones(1 << 22)")
-    assert not run(shell, cell)[0].success
-    assert known().outcome.kind is OutcomeKind.ROLLED_BACK
-    assert "remembered" not in said(shell, "%oomdoctor status")
-    assert not run(shell, cell)[0].success
-    assert searches == [1, 3]
-
-
-def test_a_cell_whose_retries_fail_shows_its_own_traceback(shell: InteractiveShell, searches: list[int]) -> None:
+def test_a_cell_whose_retries_fail_shows_its_own_traceback(shell: InteractiveShell) -> None:
     trains(shell)
     cell = f"{TRAIN}extra()"
     run(shell, "extra = lambda: None")
@@ -415,27 +328,6 @@ def test_a_cell_whose_retries_fail_shows_its_own_traceback(shell: InteractiveShe
     assert re.findall(r"Tried to allocate \S+", shown.stdout) == re.findall(
         r"Tried to allocate \S+", str(result.error_in_exec)
     )
-
-
-def test_one_that_the_setting_does_not_admit_is_left_to_the_user(shell: InteractiveShell, searches: list[int]) -> None:
-    trains(shell)
-    run(shell, TRAIN)
-    fix_id = known().plan.candidates[0].fix
-    fix = fixes.get(fix_id)
-    changing = replace(fix, propose=lambda *given: tuple(map(_changing, fix.propose(*given))))
-    catalogue = {**fixes.catalogue(), fix_id: changing}
-    with mock.patch.object(fixes, "catalogue", return_value=catalogue), mock.patch.object(fixes, "get", catalogue.get):
-        run(shell, TRAIN)
-    assert searches == [1, 2], "exact admits no change of the result"
-    assert known().outcome.fixes != pipeline.cases()[0].outcome.fixes
-
-
-def test_undo_forgets_what_was_remembered(shell: InteractiveShell) -> None:
-    failed(shell)
-    said(shell, "%oomdoctor fix 1")
-    assert "remembered" in said(shell, "%oomdoctor status")
-    said(shell, "%oomdoctor undo")
-    assert "remembered" not in said(shell, "%oomdoctor status")
 
 
 def test_what_ran_out_of_memory_is_not_tried_again_unless_it_is_named(shell: InteractiveShell) -> None:
@@ -464,26 +356,7 @@ def test_the_mildest_dose_that_fits_with_its_margin_is_taken(dosing: Kernel) -> 
     dosing.run(milder, ok=False)  # the next milder dose does not fit
 
 
-def test_a_cell_is_planned_again_for_less_memory_than_there_is(dosing: Kernel) -> None:
-    dosing.run("%oomdoctor auto off", ok=True)
-    for cell in (*SMALL, "%oomdoctor simulate 13MiB"):
-        dosing.run(cell, ok=True)
-    dosing.run(TRAIN, ok=False)
-    first = f"(lambda one: [str(one.dose), one.forecast.fits, one.forecast.budget])({CASE}.plan.candidates[0])"
-    assert dosing.value(first)[:2] == ["parts=2", True]
-    dosing.run("%oomdoctor fit 9MiB", ok=True)
-    dose, fits, budget = dosing.value(first)
-    assert (fits, budget) == (True, 9 << 20)
-    assert dose != "parts=2"
-    for line, told in (("", "such as 11GiB"), ("much", "much"), ("0", "above zero"), ("20MiB", "tensors may take")):
-        reply = dosing.run(f"%oomdoctor fit {line}")
-        assert told in reply.stderr, line
-    dosing.run("%oomdoctor retry", ok=True)
-    assert dosing.value(ENDED)[:2] == ["healed", [f"micro_batch({dose})"]]
-    assert dosing.value(f"{CASE}.outcome.peak") <= 9 << 20
-
-
-def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(shell: InteractiveShell) -> None:
+def test_two_changes_together_are_named_by_their_id_and_undone(shell: InteractiveShell) -> None:
     two = ("checkpoint_blocks", "micro_batch")
     few = {one: fixes.get(one) for one in two}
     with mock.patch.object(fixes, "catalogue", return_value=few):
@@ -504,7 +377,6 @@ def test_two_changes_together_are_named_by_their_id_undone_and_not_remembered(sh
         said(shell, f"%oomdoctor fix {both.fix}")
         assert known().outcome.kind is OutcomeKind.HEALED
         assert known().outcome.fixes == (both.label,)
-        assert "remembered" not in said(shell, "%oomdoctor status")
         assert run(shell, "%oomdoctor undo")[0].success
         assert differing(state_digests(shell.user_ns), before) == []
 
@@ -559,10 +431,6 @@ def test_a_fault_of_the_device_in_a_retry_ends_it(shell: InteractiveShell) -> No
     outcome = known().outcome
     assert (outcome.kind, outcome.attempts, outcome.state) == (OutcomeKind.FAILED, 1, State.UNVERIFIED)
     assert "until the kernel is restarted" in outcome.why
-
-
-def _changing(proposal: Proposal) -> Proposal:
-    return replace(proposal, effect=Effect.CHANGES_RESULT)
 
 
 def _raising(message: str) -> Callable[..., None]:

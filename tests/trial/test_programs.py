@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from oomdoctor.model.fix import Effect
+from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
-from oomdoctor.model.trial import Trial
 from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.trial import compare
 

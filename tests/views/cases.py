@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from oomdoctor.model.absence import Refused, Unavailable
-from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.case import Case, Cause, Finding, Outcome, OutcomeKind, State
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.finding import Cause, Finding
 from oomdoctor.model.fix import Dose, Edit, Effect, Patch
-from oomdoctor.model.growth import Mark
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.memory import (
     Census,
@@ -27,6 +25,7 @@ from oomdoctor.model.memory import (
 )
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.pipeline import unpriced
 from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document
 from oomdoctor.views.prices import aftermath
@@ -357,9 +356,8 @@ def nothing_fits() -> Case:
 
 
 def pending() -> Case:
-    """Forecasts are still being made; what is known so far are estimates."""
-    estimate = forecast(6.1, basis="analytic estimate", error_ratio=0.3)
-    return offered(plan=replace(PLAN, candidates=(replace(MICRO_BATCH, forecast=estimate),), pending=True))
+    """Forecasts are still being made."""
+    return offered(plan=unpriced(pending=True))
 
 
 def no_candidates() -> Case:
@@ -579,11 +577,9 @@ def hostile() -> Case:
 def grown(case: Case) -> Document:
     """The report of ``case`` with all that can be said of what grew."""
     before = evidence(devices=(device(allocated=GIB),), host=host(rss=GIB), censuses=(weights_census(layers=2),))
-    now = Mark(cell=6, rss=_gib(5.2), allocated=(("cuda:0", _gib(7.05)),))
-    mark = Mark(cell=5, rss=_gib(5.0), allocated=(("cuda:0", _gib(7.5)),))
     growth = growth_rows(before, case.evidence, "the report of In[2]")
     absent = (("NVML", Unavailable("there is no NVIDIA driver")), (HOSTILE, Unavailable("the driver does not answer")))
-    return survey(case.evidence, growth=growth, marks=(mark, now), absent=absent, top=30)
+    return survey(case.evidence, growth=growth, absent=absent, top=30)
 
 
 def explained(case: Case) -> Explained:

@@ -10,8 +10,7 @@ from cases import CASES, HOSTILE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.memory import Role
-from oomdoctor.model.memplan import Fit, LargestBatch, MemPlan, Place
-from oomdoctor.model.plan import Course, Forecast
+from oomdoctor.model.plan import Course, Fit, Forecast, LargestBatch, MemPlan, Place
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import GIB, MIB
 

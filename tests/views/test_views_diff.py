@@ -37,7 +37,7 @@ def reports() -> tuple[Report, Report]:
 
 def _grown(found: Any) -> dict[str, int]:
     growth = found.growth
-    assert growth.switch is None
+    assert growth.switched is None
     listed = {one.device: one.allocated for one in growth.devices}
     assert [one["device"] for one in found.to_dict()["devices"]] == list(listed)
     return listed

@@ -146,7 +146,7 @@ def test_the_least_that_it_needs_tells_what_cannot_fit_and_never_what_does() -> 
 
 def test_a_script_has_its_own_names() -> None:
     planned = Planned(too_large(), {5: "train.py", 7: "train()"})
-    for shown in (planned.to_text(), planned.to_html()):
+    for shown in (str(planned), planned.to_html()):
         assert "Forecast of train(), made without running it" in shown
         assert "+++ train.py fixed" in shown
         assert "In[" not in shown

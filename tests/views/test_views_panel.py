@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,10 @@ import ipywidgets
 import pytest
 
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.sizes import GIB, format_size
 from oomdoctor.views import panel
-from oomdoctor.views.panel import Live
 from oomdoctor.views.story import Retry
 
 
@@ -31,39 +28,23 @@ class Recorder:
     def __init__(self, error: BaseException | None = None, heals: Candidate | None = None) -> None:
         self.heals = heals
         self.in_place: tuple[Candidate, ...] = ()
-        self.calls: list[tuple[str, int | str | None]] = []
+        self.calls: list[tuple[str, int | None]] = []
         self.enabled_during: list[list[str]] = []
         self.box: Any = None
         self.error = error
         self.auto = "off"
         self.gone = ""
-        self.outcome: OutcomeKind | None = OutcomeKind.ROLLED_BACK
-        self.seen: list[str] = []
 
-    def press(self, verb: str, what: int | str | None, tell: Callable[[Live], None]) -> Live | None:
+    def press(self, verb: str, what: int | None = None) -> None:
         self.calls.append((verb, what))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
-        if verb != "undo":
-            tell(Live(attempt=1, most=3, elapsed_s=2.5, allocated=6 * GIB, budget=8 * GIB))
-        self.seen.append(_text(self.box))
         if self.error:
             raise self.error
         self.in_place = () if verb == "undo" or self.heals is None else (self.heals,)
-        if verb == "undo":
-            return None
-        kind = OutcomeKind.HEALED if self.in_place else self.outcome
-        return Live(attempt=2, most=3, elapsed_s=7.25, outcome=kind)
 
 
 def _all(widget: Any) -> list[Any]:
     return [widget, *(found for child in getattr(widget, "children", ()) for found in _all(child))]
-
-
-def _is_hidden(widget: Any, wanted: Any, *, within: bool = False) -> bool:
-    """Return whether ``wanted``, somewhere in ``widget``, or what it stands in, is not displayed."""
-    hidden = within or widget.layout.display == "none"
-    inner = getattr(widget, "children", ())
-    return hidden if widget is wanted else any(_is_hidden(one, wanted, within=hidden) for one in inner)
 
 
 def _of(box: Any, kind: Any) -> list[Any]:
@@ -126,17 +107,6 @@ def test_each_button_says_what_is_to_be_done() -> None:
     assert doctor.calls == [("fix", 1), ("retry", None), ("fix", 3)]
 
 
-def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
-    doctor = Recorder()
-    box = _built(doctor)
-    (field,) = _of(box, ipywidgets.Text)
-    assert field.description == "Fit in"
-    assert field.value == format_size(cases.offered().plan.unchanged.budget or 0)
-    field.value = "3 GiB"
-    assert doctor.calls == [("fit", "3GiB")]
-    assert doctor.enabled_during == [[]]
-
-
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
     doctor = Recorder()
     box = _built(doctor)
@@ -157,10 +127,9 @@ def test_buttons_are_on_again_after_a_failure(error: BaseException) -> None:
 
 def test_a_press_during_a_run_does_nothing() -> None:
     class Nested(Recorder):
-        def press(self, *given: Any) -> Live | None:
-            ended = super().press(*given)
+        def press(self, verb: str, what: int | None = None) -> None:
+            super().press(verb, what)
             _buttons(self.box)["Undo"].click()
-            return ended
 
     doctor = Nested()
     _buttons(_built(doctor))["Retry best"].click()
@@ -193,24 +162,11 @@ def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
     assert "%oomdoctor auto exact" in _text(box)
 
 
-def test_a_retry_is_shown_while_it_runs_and_that_it_came_to_no_result() -> None:
-    doctor = Recorder()
-    doctor.outcome = None
-    box = _built(doctor)
-    _buttons(box)["Retry best"].click()
-    assert "Attempt 1 of at most 3, 2.5 s: 6.00 GiB of 8.00 GiB in use; the kernel" in doctor.seen[0]
-    assert "! Ended without a result after 7.2 s, 2 attempts." in _text(box)
-    doctor.outcome = OutcomeKind.ROLLED_BACK
-    _buttons(box)["Retry best"].click()
-    assert "after 7.2 s" not in _text(box), "the notice that is put out says how it ended"
-
-
-def test_what_a_retry_puts_out_stands_where_it_is_watched() -> None:
+def test_what_a_retry_puts_out_stands_below_the_buttons() -> None:
     """And above all fixes, which may be many."""
     box = _built(Recorder())
-    head, progress, output, *fixes = box.children
+    head, output, *fixes = box.children
     assert "Retry best" in _buttons(head)
-    assert _of(progress, ipywidgets.FloatProgress)
     assert isinstance(output, ipywidgets.Output)
     assert len(fixes) == 3
 
@@ -269,27 +225,6 @@ def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
     assert "Retries are off" not in _text(made.box)
 
 
-def test_the_bar_is_there_while_there_is_something_to_measure() -> None:
-    class Looking(Recorder):
-        shown: str | None = None
-
-        def press(self, *given: Any) -> Live | None:
-            ended = super().press(*given)
-            self.shown = _of(self.box, ipywidgets.FloatProgress)[0].layout.display
-            return ended
-
-    doctor = Looking()
-    box = _built(doctor)
-    _buttons(box)["Retry best"].click()
-    assert doctor.shown == ""
-    assert _is_hidden(box, _of(box, ipywidgets.FloatProgress)[0])
-    doctor.outcome = None
-    _buttons(box)["Retry best"].click()
-    assert doctor.shown == ""
-    assert _is_hidden(box, _of(box, ipywidgets.FloatProgress)[0])
-    assert "Ended without a result" in _text(box)
-
-
 def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
     doctor = Recorder(
         heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8), patch=Refused("no diff of this one"))
@@ -299,18 +234,6 @@ def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
     _buttons(box)["Retry with 1"].click()
     assert "(micro_batch=8)" in _row(box, 1), "a stronger one than was asked for"
     assert "no diff of this one" in _text(box), "an open diff is that of the dose"
-
-
-@pytest.mark.parametrize(
-    ("live", "sentence"),
-    [
-        (Live(attempt=0, most=3, elapsed_s=0.2), "Going back to the cell's start, 0.2 s; the kernel's"),
-        (Live(attempt=0, most=3, elapsed_s=0.2, waits=True), "Waiting for the forecasts, 0.2 s; the kernel's"),
-        (Live(attempt=2, most=2, elapsed_s=9, allocated=GIB), "Attempt 2 of at most 2, 9.0 s: 1.00 GiB in use; the"),
-    ],
-)
-def test_a_live_retry_says_no_more_than_is_known(live: Live, sentence: str) -> None:
-    assert live.sentence.startswith(sentence)
 
 
 def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
@@ -354,7 +277,7 @@ def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> Non
     box = _built(Recorder())
     for number in (1, 3):
         _buttons(box)[f"Show diff {number}"].click()
-    kinds = (ipywidgets.Button, ipywidgets.Dropdown, ipywidgets.FloatProgress)
+    kinds = (ipywidgets.Button, ipywidgets.Dropdown)
     names = [widget.description for widget in _of(box, kinds)]
     assert all(names)
     named = list(_buttons(box))

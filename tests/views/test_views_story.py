@@ -16,7 +16,7 @@ from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
-from oomdoctor.views.document import Bar, Fixes, Line, Table, Timeline
+from oomdoctor.views.document import Bar, Line, Table, Timeline
 from oomdoctor.views.holders import holders, within
 from oomdoctor.views.host_card import host_bar
 from oomdoctor.views.prices import aftermath, fix_row, fix_rows, prices
@@ -361,16 +361,6 @@ def test_a_forecast_that_was_too_low_is_called_so() -> None:
     assert "forecast met" in dict(aftermath(met).facts)["Peak"]
 
 
-def test_a_stronger_dose_than_was_priced_is_told_apart() -> None:
-    case = cases.healed()
-    stronger = replace(case, outcome=replace(case.outcome, fixes=("micro_batch(micro_batch=8)",), attempts=2))
-    facts = dict(aftermath(stronger).facts)
-    assert "(micro_batch=8)" in facts["Changed"]
-    assert facts["Keep it"].endswith("there with micro_batch=16: write micro_batch=8 instead")
-    assert facts["Peak"] == "measured 5.55 GiB (the allocator's high-water mark); budget 8.00 GiB"
-    assert facts["Time"] == "12.3 s"
-
-
 def test_a_fix_that_is_not_in_the_plan_is_named_all_the_same() -> None:
     assert dict(aftermath(cases.failed()).facts)["Tried"] == "`unheard_of(dose=2)`"
 
@@ -535,12 +525,6 @@ def test_what_to_type_next_is_what_would_be_done(case: Case, retry: Retry | None
 
 def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
     assert next_steps(_priced(cases.SMALLER_MODEL), Retry()) == ()
-
-
-def test_fixes_have_numbers_and_commands_once_their_order_is_settled() -> None:
-    (row,) = blocks(tell(cases.pending()), Fixes)[0].rows
-    assert (row.number, row.apply, row.diff) == (None, None, None)
-    assert [row.number for row in blocks(tell(cases.nothing_fits()), Fixes)[0].rows] == [1, 2]
 
 
 def test_the_timeline_is_held_against_the_budget() -> None:

@@ -59,7 +59,6 @@ def test_the_parts_come_in_their_order() -> None:
         "Why",
         "confidence 86 %",
         "What to change",
-        "Forecast peak",
         "%oomdoctor fix 1",
         "Considered and refused",
         "`%oomdoctor retry`",

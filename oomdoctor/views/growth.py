@@ -1,4 +1,4 @@
-"""What grew between two moments: by the counters alone, or by role and by holder where both were searched."""
+"""What grew between two moments, by role and by holder, as values."""
 
 from __future__ import annotations
 
@@ -13,40 +13,6 @@ from oomdoctor.model.memory import Census, DeviceMemory, Holding, Measured, Role
 
 _HOST: Final = "cpu"
 _INDEX: Final = re.compile(r"\[\d+(?::\d+)?\]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The counters at one moment, cheap enough to be read at the start of every cell.
-
-    Attributes:
-        cell: number of the cell that was about to run.
-        rss: resident set of this process, in bytes.
-        allocated: bytes in live blocks by the device's name, for each device in use.
-        simulated: name, capacity and number of the simulated device, where one is on.
-    """
-
-    cell: int
-    rss: Measured
-    allocated: tuple[tuple[str, int], ...] = ()
-    simulated: tuple[str, int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
-    """The simulated device switched on, off, off and on again, or given another capacity, between two moments.
-
-    The tensors of the host are those of the simulated device while it is on, so that neither can be compared with
-    before. One that is switched on counts anew, and not what graphs alone hold.
-
-    Attributes:
-        device: its name now; that which it had, where it is off.
-        before: its capacity then, in bytes, None where it was off; ``after``: its capacity now.
-    """
-
-    device: str
-    before: int | None
-    after: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +43,13 @@ class Growth:
     """The growth of this process: on each device, and of its resident set.
 
     Attributes:
-        switch: what became of the simulated device; it and the host are not among ``devices`` then.
+        switched: the simulated device that was switched on, off or to another size in between. The tensors of the host
+            are its own while it is on, so neither it nor the host is among ``devices`` then.
     """
 
     devices: tuple[DeviceGrowth, ...]
     rss: int | None
-    switch: Switch | None = None
+    switched: str | None = None
 
 
 def compare(before: Evidence, after: Evidence) -> Growth:
@@ -92,29 +59,18 @@ def compare(before: Evidence, after: Evidence) -> Growth:
     are one holder that grew.
     """
     was, now = _simulated(before.devices), _simulated(after.devices)
-    switch = switched(was, now)
-    other = () if switch is None else {_HOST, *(name for name, *_ in filter(None, (was, now)))}
+    switched = None if was == now else (now or was or ("",))[0]
+    other = () if switched is None else {_HOST, *(one[0] for one in (was, now) if one is not None)}
     return Growth(
         devices=tuple(_on(device, before, after) for device in after.devices if device.name not in other),
         rss=difference(before.host.rss, after.host.rss),
-        switch=switch,
+        switched=switched,
     )
 
 
-def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, int, int] | None:
+def _simulated(devices: Sequence[DeviceMemory]) -> tuple[str, Measured, int] | None:
     """Return name, capacity and number of the simulated device; there is one at most."""
-    for one in devices:
-        if one.simulated and isinstance(one.total, int):
-            return one.name, one.total, one.switched_on
-    return None
-
-
-def switched(was: tuple[str, int, int] | None, now: tuple[str, int, int] | None) -> Switch | None:
-    """Return what became of the simulated device, None where nothing did."""
-    named = now or was
-    if named is None or was == now:
-        return None
-    return Switch(device=named[0], before=was[1] if was else None, after=now[1] if now else None)
+    return next(((one.name, one.total, one.switched_on) for one in devices if one.simulated), None)
 
 
 def _on(device: DeviceMemory, before: Evidence, after: Evidence) -> DeviceGrowth:

@@ -1,0 +1,389 @@
+"""What follows when memory ran out: observe, release, diagnose, price, then run the cell again or tell what was found.
+
+A retry runs the failed cell as the shell runs cells, and its cell answers as the retry did. A failure outside of every
+cell, in a callback of a widget or in a thread, is diagnosed where it is shown. There is no cell that could be run again
+for it, and it says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from oomdoctor import pipeline
+from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.incident import CellLine
+from oomdoctor.model.plan import Candidate
+from oomdoctor.model.session import Attempt, Session
+from oomdoctor.program.compiled import on_their_lines
+from oomdoctor.retry.release import release, uncollected
+from oomdoctor.shell.borders import Run, left_alone, quietly
+from oomdoctor.shell.cells import (
+    as_cell,
+    as_in_the_cell,
+    cells_until,
+    filenames,
+    run_lines,
+    runs_apart,
+    texts_of,
+)
+from oomdoctor.shell.open_case import OpenCase
+from oomdoctor.shell.showing import Filling, Shown, may_fill_in
+from oomdoctor.shell.stragglers import Beside, beside, clear_away, end_since, left_since, threads_at_work
+
+if TYPE_CHECKING:
+    from oomdoctor.shell.extension import Extension
+
+LOADED_LATE: Final = "oomdoctor was loaded by this very cell, so the state at its start is not known: run it again"
+
+
+def ran_in(where: str) -> str:
+    """Return why what ran in ``where``, and in no cell, cannot be run again."""
+    return f"it ran in {where} and not in a cell, so there is nothing to run again: call the same function in a cell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRun:
+    """A cell that was run.
+
+    Attributes:
+        kwargs: that the shell was asked to run it with.
+        transaction: takes it back; None where there is no snapshot.
+        beside: what went on beside it when it began.
+    """
+
+    source: str
+    kwargs: dict[str, Any]
+    transaction: Any
+    beside: Beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A retry that a magic or a button asked for; it runs when their cell is done.
+
+    ``anew``: also with what ran out of memory before, because the user named it; ``by_itself``: nobody asked for it.
+    """
+
+    case: Case
+    chosen: tuple[Candidate, ...]
+    anyway: bool = False
+    anew: bool = False
+    by_itself: bool = False
+
+
+async def answer(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> None:
+    """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
+    guarded, auto, shown = extension.borders.guarded, extension.config.auto, Shown(extension)
+    with uncollected():
+        found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
+        # On the host it is the diagnosis that needs the memory: what comes with it is made first.
+        comes_later = found is not None and found.incident.device != "cpu" and _may_fill_in(extension)
+        if found is not None and comes_later:
+            pending = pipeline.record(replace(found, plan=pipeline.unpriced(pending=True)))
+            guarded("display", lambda: shown.show(pending))
+    if found is None:
+        extension.tracebacks.send_held()
+        return
+    if comes_later:
+        _fill_in(extension, found, shown)
+        return
+    try:
+        planned: Case | None = guarded("forecast", lambda: _plan(extension, found))
+        case = planned or pipeline.last_case() or found
+    except BaseException:  # an interrupt: what is known by then is shown all the same
+        extension.tracebacks.send_held()
+        guarded("display", lambda: shown.show(pipeline.last_case() or found))
+        raise
+    chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
+    # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
+    was_shown = bool(result.success)
+    may_retry = extension.open is not None and chosen and (was_shown or result.error_in_exec is failure)
+    anyway = bool(getattr(extension.shell, "anyway", False))
+    request = Request(case=case, chosen=chosen, anyway=anyway, by_itself=True)
+    if may_retry and await heal(extension, request, result, run, tells=True):
+        if was_shown and extension.healed is None:  # it answers as it would have
+            result.error_in_exec, extension.shell.last_execution_succeeded = None, True
+        return
+    extension.tracebacks.send_held()
+    guarded("display", lambda: shown.show(case))
+    guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
+    """Diagnose a failure outside of every cell that was seen to begin, after it was shown.
+
+    Args:
+        why: nothing can be run again.
+        source: the text of the cell, nothing where it was in none.
+    """
+
+    def observe() -> Case:
+        number = extension.shell.execution_count - bool(source)  # the shell counts a cell when it begins
+        return pipeline.record(pipeline.refused(_observed(extension, failure, number, source)[0], why))
+
+    guarded, case = extension.borders.guarded, _looked_at(extension, failure, observe)
+    if case is not None:
+        guarded("display", lambda: Shown(extension).show(case))
+        guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[], Case]) -> Case | None:
+    """Collect the evidence, let go of what the failure holds, and find the causes."""
+    guarded = extension.borders.guarded
+
+    def let_go() -> None:
+        if not extension.config.keep_frames:
+            release(failure, extension.shell)
+
+    if guarded("reserve", lambda: _lacks_room(extension, let_go)):
+        return None
+    case: Case | None = extension.borders.observed(observe, let_go)
+    case = case or guarded("message", lambda: _by_message(extension, failure))
+    if case is None:
+        return None
+    found = case
+    diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, found))
+    return diagnosed or quietly(lambda: _diagnose(extension, found, by_message=True)) or case
+
+
+def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
+    """Return whether there is no room to load a diagnosis, also without what the failure holds; then it says so.
+
+    To load what fits would take the last of the room, and find nothing.
+    """
+    if not extension.warming.lacks_room():
+        return False
+    quietly(let_go)
+    why = extension.warming.lacks_room()
+    if why:
+        extension.close("a cell has run out of memory that there was no room to diagnose")
+        print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
+    return bool(why)
+
+
+def _observe(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
+    shell = extension.shell
+    number = result.execution_count or shell.execution_count
+    is_kept = run.transaction is not None and run.transaction.is_kept
+    case, session = _observed(extension, failure, number, run.source, is_kept=is_kept)
+    case = _of_cell(case, number, run.source)
+    if (line := runs_apart(run.source)) is not None:
+        script = "the script has a namespace of its own, in which nothing is changed from outside"
+        hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
+        why = f"`{line}` cannot be run with a change in place: {script}; {hint}"
+        return pipeline.record(pipeline.refused(case, why))
+    if run.transaction is not None:
+        kept = failure if extension.config.keep_frames else None
+        extension.open = OpenCase(session, run.transaction, run.beside, failure=kept, changed=dict(extension.changed))
+    return pipeline.record(case)
+
+
+def _of_cell(case: Case, number: int, source: str) -> Case:
+    """Return the case as one of its cell, where no line of the cell is in the traceback: it runs a script by `%run`."""
+    cell, ran = case.incident.cell, run_lines(source)
+    if not ran or (cell is not None and cell.number == number):
+        return case
+    own = CellLine(number=number, line=None, source_line=ran[0])
+    return replace(case, incident=replace(case.incident, cell=own, inner=case.incident.inner or cell))
+
+
+def _observed(
+    extension: Extension, failure: BaseException, number: int, source: str, *, is_kept: bool = False
+) -> tuple[Case, Session]:
+    shell = extension.shell
+    open_session = partial(pipeline.open_session, shell=shell, is_kept=is_kept)
+    cells = cells_until(shell, number, source)
+    known, is_script = filenames(shell, number), hasattr(shell, "script")  # whose lines are the file's
+    with nullcontext(known) if is_script else as_in_the_cell(failure, cells.failing, known) as names:
+        case, session = pipeline.observe(failure, partial(open_session, shell.user_ns, cells), names)
+    extension.close()
+    extension.failed_cell = cells.failing
+    return pipeline.record(case), session
+
+
+def _by_message(extension: Extension, failure: BaseException) -> Case:
+    """Return the case of a failure that could not be looked at."""
+    extension.close()
+    why = "the memory could not be looked at, so nothing is known of a change that would fit"
+    known = filenames(extension.shell, extension.shell.execution_count)
+    return pipeline.record(pipeline.by_message(failure, known, why))
+
+
+def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> Case:
+    rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
+    for fault in rules.faults:
+        extension.borders.tell(f"rule left out: {fault}")
+    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
+
+
+def _plan(extension: Extension, case: Case) -> Case:
+    """Return the case with its plan."""
+    opened = extension.open
+    if opened is None:
+        return case
+    terms, is_hurried = _terms(extension), extension.config.auto != "off"
+    priced = pipeline.plan(case, opened.session, opened.transaction, is_hurried=is_hurried, **terms)
+    return pipeline.record(priced)
+
+
+def _may_fill_in(extension: Extension) -> bool:
+    return extension.config.auto == "off" and extension.open is not None and may_fill_in(extension.shell)
+
+
+def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
+    """Begin with the forecasts for what is ``shown`` already."""
+    opened, borders = extension.open, extension.borders
+
+    def begin() -> Filling | None:
+        if opened is None:
+            return None
+        planning = pipeline.planning(case, opened.session, opened.transaction, **_terms(extension))
+        return Filling(case, planning, borders, shown.update)
+
+    extension.filling = borders.guarded("forecast", begin)
+    if extension.filling is None:
+        borders.guarded("display", lambda: shown.update(pipeline.record(case)))
+
+
+def _terms(extension: Extension) -> dict[str, Any]:
+    warming = extension.warming
+    return {"time_budget_s": extension.config.forecast_time_s, "set_aside": warming.kept + warming.to_load}
+
+
+def _tell_why_not(extension: Extension, case: Case) -> None:
+    """Say why there is no retry: of a cell that cannot be run again, or one by itself that could cure nothing."""
+    if case.outcome.kind is not OutcomeKind.REFUSED:
+        why = pipeline.beyond_cure(case) if extension.config.auto != "off" else None
+        if why is None:
+            return
+        case = pipeline.record(pipeline.refused(case, why))
+    extension.notice(case)
+
+
+# The retry ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Runs attempts of the open case in a shell.
+
+    Attributes:
+        opened: whose cell is run again.
+        waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
+        anyway: whether another attempt may follow what cannot be taken back.
+        last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
+    """
+
+    extension: Extension
+    opened: OpenCase
+    kwargs: dict[str, Any]
+    waits: bool
+    anyway: bool = False
+    last: Any = None
+    changes: dict[int, str] = field(default_factory=dict)
+
+    async def run(self, attempt: Attempt) -> BaseException | None:
+        """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
+        run, before, failing = Run(self.extension, is_retry=True), beside(), self.opened.session.cells.failing
+        self.extension.warming.keep_back()
+        run_source = functools.partial(self.extension.run_source, run)
+        with left_alone():
+            for replay, cell in zip_longest(attempt.replays, attempt.cells):
+                text, number = (on_their_lines(replay, cell.source), cell.number) if cell else (replay, None)
+                with as_cell(self.extension.shell, number):
+                    answer = await run_source(text, {**self.kwargs, "silent": True})
+                if error := _error_of(answer):
+                    return error
+            if attempt.replays:
+                self.opened.transaction.set_aside()
+            with as_cell(self.extension.shell, failing.number):
+                self.last = await run_source(attempt.source, self.kwargs)
+            self.changes = texts_of(attempt, failing)
+        # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
+        error = _error_of(self.last) or run.take_failure()
+        if error is not None:
+            await clear_away(before, waits=self.waits, anyway=self.anyway)
+        return error
+
+
+async def heal(extension: Extension, request: Request, result: Any, cell: CellRun, *, tells: bool = False) -> bool:
+    """Heal; whatever goes wrong in ours leaves the state of the cell's start and the user's own error.
+
+    Args:
+        result: the shell's, of the cell that fails or that asks for the retry; it answers as the retry does.
+        tells: whether the diagnosis is shown where it was not healed.
+    """
+    opened = extension.open
+    if opened is None:
+        return False
+    failing, own = opened.session.cells.failing, opened.failure
+    attempts = _Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway)
+    ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
+    if ended is None:
+        return False
+    case, error = ended
+    is_healed = case.outcome.kind is OutcomeKind.HEALED
+    if tells and case.outcome.kind is OutcomeKind.ROLLED_BACK:
+        error = own  # the cell has failed as it is: what its retries ran into is told with the outcome
+    if is_healed or error is not None:  # the cell answers as its retry did
+        result.error_in_exec = error
+    if is_healed:
+        result.result = getattr(attempts.last, "result", None)
+    extension.shell.last_execution_succeeded, extension.shell.last_execution_result = result.success, result
+    if is_healed:
+        extension.tracebacks.drop_held()
+        extension.open, extension.healed = None, opened
+        extension.changed.update(attempts.changes)
+    else:
+        if error is None and not tells:  # what was held back is ours: a guard that stopped the attempt
+            extension.tracebacks.drop_held()
+        extension.tracebacks.send_held(error)
+        if tells:
+            extension.borders.guarded("display", lambda: Shown(extension).show(case))
+    extension.borders.guarded("notice", lambda: extension.notice(case))
+    shown = extension.shown
+    if shown is not None and any(one.refuted for one in case.plan.candidates):
+        extension.borders.guarded("display", lambda: shown.offer(case))
+    return True
+
+
+async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> tuple[Case, BaseException | None]:
+    opened = attempts.opened
+    still = "; ".join((*threads_at_work(), *left_since(opened.beside))) if not request.anyway else ""
+    passable = bool(still) and extension.in_flight <= 1
+    if extension.in_flight > 1:
+        still = "another cell is running meanwhile"
+    still = still or await end_since(opened.beside, waits=attempts.waits) or ""
+    if still:
+        return pipeline.record(pipeline.refused(request.case, still, anyway=passable)), None
+    if opened.failure is not None:
+        release(opened.failure, extension.shell)
+        opened.failure = None
+    case, error = await pipeline.heal(
+        request.case,
+        opened.session,
+        opened.transaction,
+        request.chosen,
+        attempts.run,
+        most_attempts=extension.config.attempts,
+        time_budget_s=extension.config.retry_time_s,
+        anyway=request.anyway,
+        failed=set() if request.anew else opened.failed,
+        by_itself=request.by_itself,
+        places=lambda: filenames(extension.shell, opened.session.cells.failing.number),
+        plan_s=extension.config.forecast_time_s,
+    )
+    return pipeline.record(case), error
+
+
+def _error_of(result: Any) -> BaseException | None:
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error

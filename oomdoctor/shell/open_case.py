@@ -1,0 +1,131 @@
+"""A failure that can still be retried, or whose change can be undone, and what is left of it in the notebook.
+
+That is its source for the next cell, and the way back from a healed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor import pipeline
+from oomdoctor.errors import UsageError
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
+from oomdoctor.model.fix import Patch
+from oomdoctor.model.plan import Candidate
+from oomdoctor.model.session import Session
+from oomdoctor.shell.stragglers import Beside
+
+if TYPE_CHECKING:
+    from oomdoctor.shell.extension import Extension
+
+
+@dataclass(slots=True)
+class OpenCase:
+    """A failure that can still be retried: its live side, kept until the user's state moves on.
+
+    Attributes:
+        beside: what went on beside its cell when that began.
+        failed: labels of the changes that it ran out of memory with as well.
+        failure: what ended it, where its frames are kept: a retry lets go of them, as it needs their memory.
+        changed: the text of each cell that earlier retries had changed.
+    """
+
+    session: Session
+    transaction: Any
+    beside: Beside
+    failed: set[str] = field(default_factory=set)
+    failure: BaseException | None = None
+    changed: Mapping[int, str] = field(default_factory=dict)
+
+
+def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
+    """Put the failing cell as the fix has it into the next cell, and print the changes of earlier cells as a diff."""
+    failing = extension.failed_cell
+    if failing is None:
+        raise UsageError("the text of the failed cell is not known any more")
+    own = [edit for edit in patch.edits if edit.cell == failing.number]
+    earlier = tuple(edit for edit in patch.edits if edit.cell != failing.number)
+    extension.shell.set_next_input(own[-1].after if own else failing.source, replace=False)
+    if earlier:
+        print(replace(patch, edits=earlier).diff(), end="")
+    changed = f"In[{failing.number}] with {candidate.label}" if own else f"In[{failing.number}] as it is"
+    print(f"the next cell has {changed}; nothing was run")
+    if earlier:
+        cells, files = ([one.name for one in earlier if (one.file is None) is is_cell] for is_cell in (True, False))
+        if files:
+            print(f"first change {', '.join(files)} as the diff above says, and import it again")
+        if cells:
+            print(f"first change and run {', '.join(cells)} as the diff above says")
+    if case.outcome.kind is OutcomeKind.HEALED:
+        healers = ", ".join(case.outcome.fixes)
+        print(f"to run it now would be to run it a second time: it was run with {healers} when it was healed")
+
+
+def undo(extension: Extension) -> str:
+    """Put the state of the healed cell's start back for good; return what was taken back, and what could not be.
+
+    Raises:
+        UsageError: there is nothing that can be undone; nothing was changed.
+    """
+    case, opened = pipeline.last_case(), extension.healed
+    if case is None or opened is None:
+        raise UsageError(_why_not_undone(case, extension.passed))
+    code = case.evidence.code
+    calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
+    transaction = opened.transaction
+    lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
+    fixes = ", ".join(case.outcome.fixes)
+    why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
+    state = State.UNVERIFIED if lost else State.RESTORED
+    taken_back = replace(case, outcome=Outcome(state=state, why=why))
+    pipeline.record(taken_back)
+    extension.open, extension.healed = opened, None
+    extension.changed = dict(opened.changed)
+    if extension.shown is not None:
+        extension.shown.tell_end(taken_back)
+    return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+
+
+def why_not_retried(extension: Extension, outcome: Outcome) -> str:
+    """Return why the failed cell cannot be run again by a command or a button.
+
+    Args:
+        outcome: how it ended.
+    """
+    if outcome.kind is OutcomeKind.HEALED:
+        healed = f"{', '.join(outcome.fixes)} healed it"
+        if extension.healed is not None:
+            return f"{healed}: `%oomdoctor undo` takes it back"
+        return f"{healed}, and {extension.passed or 'its start is no longer kept'}: to try another change, run it again"
+    if extension.passed:
+        return f"{extension.passed}: run it again"
+    if not extension.config.snapshot:
+        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
+    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
+
+
+def _why_not_undone(case: Case | None, passed: str) -> str:
+    """Return why there is nothing to undo, and what the state is.
+
+    Args:
+        passed: what a later cell has done that moved the state on, empty where none has.
+    """
+    if case is None:
+        return "there is nothing to undo: no cell that ran out of memory was diagnosed so far"
+    outcome, cell = case.outcome, case.incident.cell
+    what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
+    if outcome.kind is OutcomeKind.HEALED:
+        return f"{what} can no longer be undone: {passed or 'of the state before it nothing is kept in this shell'}"
+    if outcome.attempts:
+        lost = [outcome.why] if outcome.state is State.UNVERIFIED else []
+        before = f"its changes were undone at once, and the state is that from before it{_except(lost)}"
+        return f"there is nothing to undo: {what} was not healed, {before}"
+    why = f": {outcome.why}" if outcome.why else ""
+    return f"there is nothing to undo: no change of {what} is in place{why}"
+
+
+def _except(lost: Iterable[str]) -> str:
+    told = "; ".join(lost)
+    return f", except: {told}" if told else ", all of it"
