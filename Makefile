@@ -9,17 +9,14 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 CHOSEN := -m "not slow"
-# Shadow runs see all that is alive in their process, so their tests share none with others; nor do those of plans,
-# in which some MiB decide, nor those to which every byte counts that is there before.
-EVERY_BYTE := $(addprefix tests/forecast/test_forecast_,growth.py layout.py)
-# Two files run at a time, each with as many threads as the machine has cores: those that wait must not spin.
+# Each worker has as many threads as the machine has cores: those that wait must not spin.
 export OMP_WAIT_POLICY := PASSIVE
 # MKL would take fewer threads while the machine is busy, and round otherwise then.
 export MKL_DYNAMIC := FALSE
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
-# Hundreds of tests start Python, which would compile the package anew where PYTHONDONTWRITEBYTECODE is set.
-COMPILED := -m compileall -q oomdoctor
+# Hundreds of tests start Python, which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+# A file runs in one process, which has what its tests share.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 COLAB := .venv-colab
 COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py) tests/views/test_views_panel.py
@@ -31,7 +28,10 @@ CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib) STUBCUDA_COMPUTE=1 \
   STUBCUDA_CONTEXT=400MiB
 
-.PHONY: help demo test test-all test-colab test-cuda check docs new clean
+TORCH ?= 2.4.1
+TORCH_VENV := .venv-torch-$(TORCH)
+
+.PHONY: help demo test test-all test-colab test-cuda test-torch check docs new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,26 +40,20 @@ demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves 
 	$(BIN)/oomdoctor demo
 
 test: $(VENV)/.installed-dev ## Run the tests that are not slow (PYTEST_ARGS="-k word" for some of them)
-	@$(BIN)/python $(COMPILED)
-	@failed=0; part() { $(PYTEST) "$$@" $(CHOSEN) $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; }; \
-	part --ignore=tests/forecast; \
-	part tests/forecast --ignore-glob='*/test_plan*.py' $(addprefix --ignore=,$(EVERY_BYTE)); \
-	part $(EVERY_BYTE); \
-	part tests/forecast/test_plan*.py; \
-	exit $$failed  # all parts run; 5 says that none of a part was chosen
+	$(BIN)/python -m pytest $(WORKERS) $(CHOSEN) $(PYTEST_ARGS)
 
 test-all: CHOSEN :=
-test-all: test ## Run all tests, those of tests/slow.txt too
+test-all: test ## Run all tests, the slow ones too
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
-	@$(COLAB)/bin/python $(COMPILED)
-	$(COLAB)/bin/python -m pytest -n 2 --dist loadfile \
-	  -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
+	$(COLAB)/bin/python -m pytest $(WORKERS) -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
 
 test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA build, over a stub of NVIDIA's libraries
 	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
-	@$(CUDA)/bin/python $(COMPILED)
-	$(ON_STUB) $(CUDA)/bin/python -m pytest -n 2 --dist loadfile -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
+	$(ON_STUB) $(CUDA)/bin/python -m pytest $(WORKERS) -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
+
+test-torch: $(TORCH_VENV)/.installed ## Run the tests that are not slow with another torch: make test-torch TORCH=2.4.1
+	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) $(CHOSEN) -p no:cacheprovider $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
 	$(BIN)/ruff check .
@@ -77,7 +71,7 @@ new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) $(COLAB) $(CUDA) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COLAB) $(CUDA) .venv-torch-* demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -100,6 +94,13 @@ $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 	$(PYTHON) -m venv $(COLAB)
 	@$(COLAB)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-colab.txt \
 	  -e '.[demo]' pytest pytest-timeout pytest-xdist tqdm
+	@touch $@
+
+# From PyTorch's own index, where the builds for the CPU alone are.
+$(TORCH_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)' -e '.[dev]'
 	@touch $@
 
 # Torch comes without what it says that it needs of NVIDIA's: 2 GB, in whose place the stub is. With the lines gone, pip

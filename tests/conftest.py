@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import file_forks
 import kernel_forks
 import pytest
 from kernels import Kernel
@@ -18,13 +19,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _ROOT = Path(__file__).parents[1]
+_LOOK_AROUND = ("allocator", "evidence", "fixes", "forecast", "objects", "retry", "shell", "trial")
+"""Folders whose tests take snapshots, censuses or forecasts of their process."""
 _OF_TESTS = tuple(str(_ROOT / name) for name in ("tests", "benchmarks", "tools"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the files that ask for it a process of their own."""
+    config.pluginmanager.register(file_forks.Files())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what was measured to take long; see ``tools/slow_tests.py``."""
+    """Mark what was measured to take long, see ``tools/slow_tests.py``, and what looks at all that is alive."""
     slow = set((_ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
+        if item.path.parent.name in _LOOK_AROUND:
+            item.add_marker(file_forks.MARKER)
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
 

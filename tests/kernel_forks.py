@@ -2,7 +2,7 @@
 
 A kernel that trains and runs out imports torch, its compiler and the libraries of the panel, which takes longer than
 most of the tests. Run as a script, this is the process that has imported them and nothing of oomdoctor; it forks itself
-for each kernel that ``start`` asks for.
+for each kernel that ``start`` asks for. Where files of tests have processes of their own, they share it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 _READ_AT_IMPORT = ("CUDA_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "STUBCUDA_", "TORCH_")
 """What variables begin with that libraries read when they are loaded."""
@@ -28,6 +30,8 @@ _IMPORTED = (
 _PARENT = "--IPKernelApp.parent_handle"
 """A kernel ends when the process of this number does, and says less on its terminal."""
 _LONGEST_S = 60
+OWNER = "OOMDOCTOR_TESTS_OWNER"
+"""Names the variable that tells the process of whose tests, in whichever process, the forks are."""
 
 
 class Fork:
@@ -50,12 +54,20 @@ class _Stock:
     """The process that has imported what kernels import."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            subprocess.run(command, pass_fds=[theirs.fileno()], env=env, check=True)
-        self._lines = ours.makefile("rw", encoding="utf-8")
-        self._env = _read_at_import(env)
+        owner = os.environ.get(OWNER) or str(os.getpid())
+        address = f"\0oomdoctor-kernels-{owner}"
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(address)
+        except ConnectionRefusedError:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(address)
+                server.listen()
+                command = [sys.executable, __file__, str(server.fileno()), owner]
+                subprocess.run(command, pass_fds=[server.fileno()], env=env, check=True)
+            link.connect(address)
+        self._lines = link.makefile("rw", encoding="utf-8")
+        self._env = json.loads(self._lines.readline())
 
     def fork(self, argv: list[str], env: dict[str, str], cwd: str) -> Fork | None:
         """Return a fork that runs ``argv``; None where what it has imported has read other variables."""
@@ -86,17 +98,29 @@ def _read_at_import(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
 
 
-def _serve(link: socket.socket) -> None:
+def _serve(server: socket.socket, owner: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
-    lines = link.makefile("rw", encoding="utf-8")
-    for line in lines:
-        argv, env, cwd = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            lines.close()
-            link.close()
-            _become_kernel(argv, env, cwd)
-        print(pid, file=lines, flush=True)
+    links: dict[socket.socket, TextIO] = {}
+    while Path(f"/proc/{owner}").exists():
+        for ready in select.select([server, *links], [], [], 1)[0]:
+            if ready is server:
+                link, _ = server.accept()
+                links[link] = link.makefile("rw", encoding="utf-8")
+                print(json.dumps(_read_at_import(dict(os.environ))), file=links[link], flush=True)
+                continue
+            line = links[ready].readline()
+            if not line:
+                links.pop(ready).close()
+                ready.close()
+                continue
+            pid = os.fork()
+            if not pid:
+                for link, lines in links.items():
+                    lines.close()
+                    link.close()
+                server.close()
+                _become_kernel(*json.loads(line))
+            print(pid, file=links[ready], flush=True)
 
 
 def _become_kernel(argv: list[str], env: dict[str, Any], cwd: str) -> NoReturn:
@@ -122,4 +146,4 @@ if __name__ == "__main__":
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a kernel's collections pass over what was imported, and leave its pages shared
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -1,7 +1,8 @@
-"""Write ``tests/slow.txt``, the tests that ``make test`` leaves to ``make test-all``: those that took five seconds.
+"""Write ``tests/slow.txt``, the tests that ``make test`` leaves to ``make test-all``: those that took long.
 
-``make test-all PYTEST_ARGS=--junitxml=times.xml`` tells the times of its last part; run the parts one by one for all of
-them, and give this the files: ``python tools/slow_tests.py times-*.xml``.
+After ``make test-all PYTEST_ARGS=--junitxml=times.xml``, on a machine that does nothing else:
+``python tools/slow_tests.py times.xml``. Rows of tables that few others are like are marked where the tables are, by
+``tests/covering.py``.
 """
 
 from __future__ import annotations

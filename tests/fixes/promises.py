@@ -33,7 +33,7 @@ from oomdoctor.model.session import Attempt, Cells
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.trial import compare
 
-__all__ = ["Outcome", "check", "check_edits"]
+__all__ = ["Outcome", "check", "check_edits", "offer"]
 
 _FAULTS: Final = ((0.27, torch.OutOfMemoryError), (0.55, KeyboardInterrupt))
 """Where in the last cell an operation fails, as a share of its operations, and with what."""
@@ -61,6 +61,27 @@ def check(fix: Fix, family: Family, settings: Settings) -> Outcome:
     Raises:
         AssertionError: it does not keep a promise.
     """
+    offered = offer(fix, family)
+    if isinstance(offered, Outcome):
+        return offered
+    first, patch = offered
+    refusals = {}
+    refusals["patch"] = patch.reason if isinstance(patch, Refused) else _check_ways(fix, family, first, patch, settings)
+    refusals["live"] = "it can only be a patch" if fix.apply is None else _check_live(fix, family, first, settings)
+    for reason in filter(None, refusals.values()):
+        assert _SENTENCE.fullmatch(reason), f"not a sentence: {reason!r}"
+    return Outcome(
+        forms=tuple(form for form, why in refusals.items() if why is None),
+        refusals=tuple(why for why in refusals.values() if why is not None),
+    )
+
+
+def offer(fix: Fix, family: Family) -> Outcome | tuple[Proposal, Patch | Refused]:
+    """Return the mildest dose and its patch, checked as far as no program is run; the outcome where that is all.
+
+    Raises:
+        AssertionError: it does not keep a promise.
+    """
     failure = fail(family)
     proposals = fix.propose(failure.incident, failure.evidence)
     assert proposals == fix.propose(failure.incident, failure.evidence), "it proposes something else when asked again"
@@ -72,22 +93,14 @@ def check(fix: Fix, family: Family, settings: Settings) -> Outcome:
     assert first.saves > 0, "it is proposed although it saves nothing"
     assert first.caveat or first.effect in (Effect.EXACT, Effect.EQUIVALENT), "it does not say what changes"
 
-    refusals = {}
     patch = fix.patch(failure.cells, failure.evidence, first.dose)
     assert patch == fix.patch(failure.cells, failure.evidence, first.dose), "it patches otherwise when asked again"
-    if first.effect is Effect.ADVICE:
-        assert fix.apply is None, "advice is never applied"
-        if isinstance(patch, Patch):
-            check_edits(patch, failure.cells)
-        return Outcome(forms=(), refusals=() if isinstance(patch, Patch) else (patch.reason,))
-    refusals["patch"] = patch.reason if isinstance(patch, Refused) else _check_ways(fix, family, first, patch, settings)
-    refusals["live"] = "it can only be a patch" if fix.apply is None else _check_live(fix, family, first, settings)
-    for reason in filter(None, refusals.values()):
-        assert _SENTENCE.fullmatch(reason), f"not a sentence: {reason!r}"
-    return Outcome(
-        forms=tuple(form for form, why in refusals.items() if why is None),
-        refusals=tuple(why for why in refusals.values() if why is not None),
-    )
+    if isinstance(patch, Patch):
+        check_edits(patch, failure.cells)
+    if first.effect is not Effect.ADVICE:
+        return first, patch
+    assert fix.apply is None, "advice is never applied"
+    return Outcome(forms=(), refusals=() if isinstance(patch, Patch) else (patch.reason,))
 
 
 def _refused(reason: str) -> Outcome:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
+from covering import few
 from models import FAMILIES, Family
 from running import budget_of, fail, finish, plain
 
 from oomdoctor.model.memory import Role
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.fixture(params=few(FAMILIES, ["mlp", "lstm", "history"]))
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
 def test_it_fails_in_its_last_cell_and_is_understood(family: Family) -> None:
     failure = fail(family)
     assert failure.incident.is_oom
@@ -24,7 +29,6 @@ def test_it_fails_in_its_last_cell_and_is_understood(family: Family) -> None:
     assert failure.evidence.census.bytes_of(Role.UNEXPLAINED) < failure.evidence.census.found / 20
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_it_leaves_results_and_the_same_ones_each_time(family: Family) -> None:
     first, again = plain(family), finish(family, family.cells())[0]
     assert all(map(math.isfinite, first.results))
@@ -33,7 +37,6 @@ def test_it_leaves_results_and_the_same_ones_each_time(family: Family) -> None:
     assert first.peak > budget_of(family) / 2
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_its_memory_grows_with_its_handle(family: Family) -> None:
     larger = finish(family, family.cells(2 * family.size))[0]
     assert larger.peak > 1.4 * plain(family).peak

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from covering import each_value
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from state_programs import POINTS, PROGRAMS, REFUSED, Planted, cells_of
@@ -70,8 +71,7 @@ def fresh(cells: tuple[str, ...], case: Case) -> dict[str, str]:
         namespace.clear()
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("family", "setting"), PROGRAMS)
+@pytest.mark.parametrize(("family", "setting", "point"), each_value(PROGRAMS, POINTS))
 def test_a_retry_leaves_what_a_fresh_process_would(
     shell: InteractiveShell, family: str, setting: str, point: str
 ) -> None:
