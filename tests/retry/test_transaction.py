@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covering import each_value
 from torch import nn
 
 from oomdoctor.errors import StateError
@@ -106,9 +105,9 @@ def run(cell: str, namespace: dict[str, Any], transaction: Transaction) -> None:
         exec(cell, namespace)
 
 
-@pytest.mark.parametrize(
-    ("cell", "optimizer", "warm"), each_value([name for name in CELLS if name != "loaded"], OPTIMIZERS, [False, True])
-)
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("cell", [name for name in CELLS if name != "loaded"])
 def test_the_state_is_back_bit_for_bit(cell: str, optimizer: str, warm: bool) -> None:
     namespace = program(optimizer, warm=warm)
     before = state_digests(namespace)
