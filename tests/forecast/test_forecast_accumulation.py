@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forecast_lab import measured_rise, rise
+from forecast_lab import measured_rise, rises
 from torch import nn
 
 from oomdoctor.forecast import accumulation
@@ -49,14 +49,20 @@ USES = {
 }
 
 
+def program() -> dict[str, Any]:
+    return {"torch": torch, "nn": nn, "F": nn.functional}
+
+
+@pytest.fixture(scope="module")
+def rises_of_uses():
+    return rises(program(), {name: BEGIN + use for name, use in USES.items()})
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("name", USES)
-def test_the_peak_is_that_of_the_real_run(name):
-    source = BEGIN + USES[name]
-    namespace = {"torch": torch, "nn": nn, "F": nn.functional}
-    found = rise(dict(namespace), source)
-    ns: dict[str, Any] = dict(namespace)
-    assert found == pytest.approx(measured_rise(ns, source), rel=0.01)
+def test_the_peak_is_that_of_the_real_run(name, rises_of_uses):
+    ns = program()
+    assert rises_of_uses[name] == pytest.approx(measured_rise(ns, BEGIN + USES[name]), rel=0.01)
     # A gradient with a graph leads to what it is of, and a function of one's own to the names that it is defined among:
     # by ways that no collector sees.
     ns["data"].grad = None

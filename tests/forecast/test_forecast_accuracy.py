@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import each_value
 from forecast_lab import (
     MICRO_BATCHED,
     TRAIN,
@@ -17,7 +18,7 @@ from forecast_lab import (
     measured_rise,
     mlp,
     namespace,
-    rise,
+    rises,
     transformer,
 )
 from torch import nn
@@ -30,11 +31,15 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 TOLERANCE = 0.01
 
 
-@pytest.mark.parametrize("source", [TRAIN, MICRO_BATCHED], ids=["train", "micro_batched"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("make", [mlp, cnn, transformer, checkpointed_transformer])
+SOURCES = {"train": TRAIN, "micro_batched": MICRO_BATCHED}
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "source"),
+    each_value([mlp, cnn, transformer, checkpointed_transformer], ["sgd", "adamw"], SOURCES),
+)
 def test_the_peak_is_that_of_the_real_run(make, optimizer, source):
-    check_margin(lambda: namespace(make, optimizer), source)
+    check_margin(lambda: namespace(make, optimizer), SOURCES[source])
 
 
 CELLS = {
@@ -65,11 +70,19 @@ CELLS = {
 }
 
 
+def with_data():
+    return namespace(mlp, "adamw") | {"data": torch.randn(512, 256)}
+
+
+@pytest.fixture(scope="module")
+def rises_of_cells():
+    return rises(with_data(), CELLS)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp loads what was scripted
 @pytest.mark.parametrize("name", CELLS)
-def test_the_peak_of_other_cells_is_that_of_the_real_run(name):
-    ns = namespace(mlp, "adamw") | {"data": torch.randn(512, 256)}
-    assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=TOLERANCE, abs=4096)
+def test_the_peak_of_other_cells_is_that_of_the_real_run(name, rises_of_cells):
+    assert rises_of_cells[name] == pytest.approx(measured_rise(with_data(), CELLS[name]), rel=TOLERANCE, abs=4096)
 
 
 def test_allocated_and_reserved_are_those_of_the_virtual_accelerator():

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from covering import each_value
 from forecast_lab import MICRO_BATCHED, TRAIN, cnn, forecast, mlp, namespace, nothing, session, transformer
 from torch import nn
 
@@ -175,10 +176,12 @@ def test_the_graph_that_an_earlier_cell_keeps_has_its_role():
     check_roles(found, ns, before, source)
 
 
-@pytest.mark.parametrize("source", [TRAIN, MICRO_BATCHED], ids=["train", "micro_batched"])
-@pytest.mark.parametrize("make", [mlp, cnn, transformer])
+SOURCES = {"train": TRAIN, "micro_batched": MICRO_BATCHED}
+
+
+@pytest.mark.parametrize(("make", "source"), each_value([mlp, cnn, transformer], SOURCES))
 def test_what_is_alive_at_the_peak_adds_up_to_it_and_the_timeline_passes_through_it(make, source):
-    found = forecast(namespace(make, "adamw"), source)
+    found = forecast(namespace(make, "adamw"), SOURCES[source])
     course = found.course
     assert sum(nbytes for _, nbytes in course.at_peak) == found.peak
     assert [nbytes for _, nbytes in course.at_peak] == sorted((nbytes for _, nbytes in course.at_peak), reverse=True)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from forecast_lab import STEP, forecast, measured_rise, rise
+from forecast_lab import STEP, forecast, measured_rise, rise, rises
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,12 +94,21 @@ out = torch.tensor(kept) + 1
 }
 
 
-@pytest.mark.parametrize("name", PILED)
-def test_what_is_put_together_after_a_loop_is_all_that_the_loop_would_have_kept(name):
+def piling():
     ns = program() | {"__name__": "__main__", "np": np}
     ns["fine"] = DataLoader(ns["data"], batch_size=2)
     ns["model"].requires_grad_(False)
-    assert rise(ns, PILED[name]) == pytest.approx(measured_rise(ns, PILED[name]), rel=0.05)
+    return ns
+
+
+@pytest.fixture(scope="module")
+def rises_piled():
+    return rises(piling(), PILED)
+
+
+@pytest.mark.parametrize("name", PILED)
+def test_what_is_put_together_after_a_loop_is_all_that_the_loop_would_have_kept(name, rises_piled):
+    assert rises_piled[name] == pytest.approx(measured_rise(piling(), PILED[name]), rel=0.05)
 
 
 def test_a_list_that_a_loop_does_not_add_to_each_time_stays_as_long_as_it_is():
@@ -130,10 +139,14 @@ def program():
     }
 
 
+@pytest.fixture(scope="module")
+def rises_of_cells():
+    return rises(program(), CELLS)
+
+
 @pytest.mark.parametrize("name", CELLS)
-def test_the_peak_is_that_of_all_iterations(name):
-    ns = program()
-    assert rise(ns, CELLS[name]) == pytest.approx(measured_rise(ns, CELLS[name]), rel=0.05)
+def test_the_peak_is_that_of_all_iterations(name, rises_of_cells):
+    assert rises_of_cells[name] == pytest.approx(measured_rise(program(), CELLS[name]), rel=0.05)
 
 
 @pytest.mark.parametrize("kept", ["collections.deque(maxlen=500)", "last"])

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from forecast_lab import forecast, measured_rise, mlp, namespace, rise
+from forecast_lab import forecast, measured_rise, mlp, namespace, rises
 from torch import nn
 
 PROLOGUE = """
@@ -126,12 +126,16 @@ def _namespace():
     return ns
 
 
+@pytest.fixture(scope="module")
+def rises_of_cells():
+    return rises(_namespace(), {name: dedent(text) for name, text in CELLS.items()})
+
+
 @pytest.mark.parametrize("name", CELLS)
-def test_the_largest_step_is_seen(name):
-    source = dedent(CELLS[name])
-    found, ns = rise(_namespace(), source), _namespace()
+def test_the_largest_step_is_seen(name, rises_of_cells):
+    ns = _namespace()
     gc.collect()
-    assert found == pytest.approx(measured_rise(ns, source), rel=0.02)
+    assert rises_of_cells[name] == pytest.approx(measured_rise(ns, dedent(CELLS[name])), rel=0.02)
 
 
 COUNTED = """
@@ -205,17 +209,22 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_sizes_that_values_decide_are_those_of_values_that_are_known(name):
-    def made():
-        torch.manual_seed(0)
-        ns = _namespace()
-        return ns | {"labels": torch.randint(0, 5000, (10000,)), "rows": torch.randn(10000, 64)}
+def labelled():
+    torch.manual_seed(0)
+    ns = _namespace()
+    return ns | {"labels": torch.randint(0, 5000, (10000,)), "rows": torch.randn(10000, 64)}
 
-    source = dedent(KNOWN[name])
-    found, ns = rise(made(), source), made()
+
+@pytest.fixture(scope="module")
+def rises_known():
+    return rises(labelled(), {name: dedent(text) for name, text in KNOWN.items()})
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_sizes_that_values_decide_are_those_of_values_that_are_known(name, rises_known):
+    ns = labelled()
     gc.collect()
-    assert found == pytest.approx(measured_rise(ns, source), rel=0.02)
+    assert rises_known[name] == pytest.approx(measured_rise(ns, dedent(KNOWN[name])), rel=0.02)
 
 
 MASKED = "h = data[torch.rand(1024) < 0.1]\nout = model(h)"
