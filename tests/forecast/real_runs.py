@@ -28,6 +28,7 @@ def real_rise(make: Callable[[], dict[str, Any]], source: str, folder: str) -> i
     if pid == 0:
         try:
             keep_one_thread()  # the others of this process did not come along
+            gc.freeze()  # collections here pass over what was alive, and leave its pages shared
             os.write(writer, json.dumps(_run(make, source, folder)).encode())
         finally:
             os._exit(0)

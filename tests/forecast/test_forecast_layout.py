@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import each_value
 from forecast_lab import TRAIN, cnn, mlp, namespace, nothing, transformer
 from plan_lab import ROOMY_BYTES, device_of, execute, in_a_copy
 from torch.utils.data import DataLoader, Dataset
@@ -87,8 +88,7 @@ def program_of(device, make, source=TRAIN):
     return Program(device, names, source)
 
 
-@pytest.mark.parametrize("is_retry", [False, True])
-@pytest.mark.parametrize("make", [mlp, cnn, transformer])
+@pytest.mark.parametrize(("make", "is_retry"), each_value([mlp, cnn, transformer], [False, True]))
 def test_what_is_reserved_is_what_the_cell_then_reserves_among_holes(make, is_retry):
     with device_of(ROOMY_BYTES) as device:
         program = program_of(device, make)
