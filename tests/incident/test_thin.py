@@ -53,10 +53,10 @@ def filler():
     return prose(300_000, seed=3)  # twice this is more than a text that is left as it is
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
-def test_each_row_is_found_in_a_long_text(row, filler):
-    first = from_text(f"{filler}\n{row.sample}\n{filler}")[0]
-    assert (first.format, first.is_oom) == (row.name, row.is_oom)
+def test_each_row_is_found_in_a_long_text(filler):
+    for row in FORMATS:
+        first = from_text(f"{filler}\n{row.sample}\n{filler}")[0]
+        assert (first.format, first.is_oom) == (row.name, row.is_oom)
 
 
 @pytest.mark.parametrize("strong", STRONG)
