@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from covering import each_value
 from IPython.core.interactiveshell import InteractiveShell
 from state_programs import NO_ROOM, Planted, cells_of
 from state_shell import differing, run, seed, started
@@ -116,8 +117,7 @@ def shows_failure(shown: str) -> bool:
     return len(re.findall(r"RuntimeError.*enforce fail", shown)) == 1
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("step", BEFORE)
+@pytest.mark.parametrize(("step", "kind"), each_value(BEFORE, ERRORS))
 def test_before_the_retry_begins(shell: InteractiveShell, step: str, kind: str) -> None:
     result, before, shown = fail(shell, BEFORE[step], ERRORS[kind]())
     assert result.error_in_exec is not None or result.success, "healed in spite of it, or the failure stands"
@@ -129,8 +129,7 @@ def test_before_the_retry_begins(shell: InteractiveShell, step: str, kind: str) 
     goes_on(shell, kind)
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("step", DURING)
+@pytest.mark.parametrize(("step", "kind"), each_value(DURING, ERRORS))
 def test_while_the_retry_goes_on(shell: InteractiveShell, step: str, kind: str) -> None:
     result, before, shown = fail(shell, DURING[step], ERRORS[kind]())
     if result.success:  # the state was brought back by a further attempt, of another change
