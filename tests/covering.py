@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from itertools import combinations, product
+from itertools import product
 from operator import eq
 from typing import Any
 
 import pytest
 
-__all__ = ["each_value", "few", "pairwise"]
+__all__ = ["each_value", "few"]
 
 Row = tuple[Any, ...]
 
@@ -19,42 +19,30 @@ def few(values: Iterable[Any], taken: Container[Any]) -> list[Any]:
     return [_parameter(value, is_slow=value not in taken) for value in values]
 
 
-def pairwise(*axes: Iterable[Any]) -> list[Any]:
-    """Return all combinations as parameters, of which ``make test`` takes so many that each pair of values is there.
+def each_value(*axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations as parameters, of which ``make test`` takes so many that each value is there.
 
     Args:
-        axes: the values of each; those that are tuples are parameters each for itself in what is returned.
+        axes: the values of each; those that are tuples are several values, of which only those combinations are made.
     """
-    return _covering(list(product(*axes)), strength=2)
-
-
-def each_value(*axes: Iterable[Any]) -> list[Any]:
-    """Return all combinations as parameters, of which ``make test`` takes so many that each value is there."""
-    return _covering(list(product(*axes)), strength=1)
-
-
-def _covering(rows: list[Row], strength: int) -> list[Any]:
-    left = {part for row in rows for part in _parts(row, strength)}
+    rows = [tuple(_flat(row)) for row in product(*axes)]
+    left = {value for row in rows for value in enumerate(row)}
     taken = set[Row]()
     while left:
-        # Of those that cover as many, the one that is the least like what is taken: they spread over the table.
-        best = max(rows, key=lambda row: (len(left.intersection(_parts(row, strength))), -_likeness(row, taken)))
+        # Of those that have as many, the one that is the least like what is taken: they spread over the table.
+        best = max(rows, key=lambda row: (len(left.intersection(enumerate(row))), -_likeness(row, taken)))
         taken.add(best)
-        left.difference_update(_parts(best, strength))
-    return [_parameter(tuple(_flat(row)), is_slow=row not in taken) for row in rows]
-
-
-def _parts(row: Row, strength: int) -> list[tuple[Any, ...]]:
-    return list(combinations(enumerate(row), strength))
-
-
-def _likeness(row: Row, taken: Iterable[Row]) -> int:
-    return sum(sum(map(eq, _flat(row), _flat(one))) ** 2 for one in taken)
+        left.difference_update(enumerate(best))
+    return [_parameter(row, is_slow=row not in taken) for row in rows]
 
 
 def _flat(row: Row) -> Iterator[Any]:
     for value in row:
         yield from value if isinstance(value, tuple) else (value,)
+
+
+def _likeness(row: Row, taken: Iterable[Row]) -> int:
+    return sum(sum(map(eq, row, one)) ** 2 for one in taken)
 
 
 def _parameter(value: Any, *, is_slow: bool) -> Any:
