@@ -15,8 +15,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import each_value
 from truth_notebook import Moment, Notebook, judged, unwatched
-from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER, Program
+from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER
 
 import oomdoctor
 from oomdoctor.model.memory import Census, Holding, Role
@@ -32,12 +33,11 @@ def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()  # what is frozen, the garbage collector does not list
 
 
-@pytest.mark.parametrize("moment", Moment)
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_every_byte_has_an_owner_a_role_and_a_way_to_it(program: Program, moment: Moment) -> None:
-    seen = judged(program, moment)
+@pytest.mark.parametrize(("name", "moment"), each_value(PROGRAMS, Moment))
+def test_every_byte_has_an_owner_a_role_and_a_way_to_it(name: str, moment: Moment) -> None:
+    seen = judged(PROGRAMS[name], moment)
     assert seen.faults() == []
-    found = unwatched(program, moment)  # what only the graph holds is no Python object there
+    found = unwatched(PROGRAMS[name], moment)  # what only the graph holds is no Python object there
     assert seen.live - seen.lost == pytest.approx(found, rel=0.01)
 
 
