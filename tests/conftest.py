@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what was measured to take long, see ``tools/slow_tests.py``, and what looks at all that is alive."""
     slow = set((_ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
-        if item.path.parent.name in _LOOK_AROUND:
+        # A fork cannot use a device where the process that it is of may have asked for one.
+        if item.path.parent.name in _LOOK_AROUND and not item.get_closest_marker("gpu"):
             item.add_marker(file_forks.MARKER)
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
