@@ -131,7 +131,7 @@ class _Count:
 
     def run(self) -> tuple[Census, ...]:
         """Walk from all roots, then let the owners claim in their order."""
-        found = [one for roots in self._roots() for one in self._walk.run(roots)]
+        found = [met for roots in self._roots() for met in self._walk.run(roots)]
         self._claim_all(found)
         self._claim_hidden()
         nameless = self._nameless(all_tensors())
@@ -155,24 +155,24 @@ class _Count:
             self._claim_all([*self._walk.unwind(), *self._walk.beside(known)])
 
     def _claim_all(self, found: list[Found]) -> None:
-        held = [_Held(one) for one in found]
+        every = [_Held(met) for met in found]
         self._claim_modules()
         self._claim_optimizers()
         self._known += found
-        for one in sorted(held, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
-            self._follow(one)
-        for one in held:
-            self._claim_held(one)
-        for one in held:
-            self._claim_saved(one)
-        for one in held:
-            if one.found.storage is not None:
-                bare = Bare(one.found.storage)
-                self._claim((bare,), self._role_of(one, bare, None), one.found.path, frees=self._frees(one))
-        for one in held:
-            for saved in filter(None, one.saved):
-                suffix = _GRAPH if one.found.node is None else ""
-                self._claim(saved.again, Role.USER_TENSOR, one.found.path, suffix=suffix)
+        for held in sorted(every, key=self._is_of_step):  # what is kept owns the nodes that it shares with this step
+            self._follow(held)
+        for held in every:
+            self._claim_held(held)
+        for held in every:
+            self._claim_saved(held)
+        for held in every:
+            if held.found.storage is not None:
+                bare = Bare(held.found.storage)
+                self._claim((bare,), self._role_of(held, bare, None), held.found.path, frees=self._frees(held))
+        for held in every:
+            for saved in filter(None, held.saved):
+                suffix = _GRAPH if held.found.node is None else ""
+                self._claim(saved.again, Role.USER_TENSOR, held.found.path, suffix=suffix)
 
     def _ways(self) -> Ways | None:
         """Return who leads to what beside the paths of the owners; None where not all of that was looked at."""
@@ -202,7 +202,7 @@ class _Count:
         yield [(root, value) for root, value in names if root.name in program.borrowed]
         yield [(Root(name, ident=id(value), origin=Origin.OUTPUT), value) for name, value in program.outputs]
         for origin, frames in ((Origin.FRAME, program.frames), (Origin.EARLIER, program.earlier)):
-            for frame in sorted(frames, key=lambda one: not one.is_program):  # a name of the user's tells more
+            for frame in sorted(frames, key=lambda frame: not frame.is_program):  # a name of the user's tells more
                 drives = frame.is_program and kind_of(type(frame.values.get("self"))) is not Kind.MODULE
                 yield [
                     (Root(name, frame.place, drives, origin=origin, ends=frame.ends), value)
@@ -275,7 +275,7 @@ class _Count:
         saved = self._saved_behind(gradient, path)
         if saved is not None:
             self._walk.ways.add(Holder(path, is_graph=True), Holder(_NAMELESS))
-            parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
+            parameters = [tensor for tensor in (*saved.tensors, *saved.leaves) if type(tensor) is torch.nn.Parameter]
             self._claim(parameters, Role.PARAMETER, path, suffix=_GRAPH)
             self._claim(saved.tensors, _role_of_graph(path), path, suffix=_GRAPH)
             self._claim((*saved.leaves, *saved.again), Role.USER_TENSOR, path, suffix=_GRAPH)
@@ -290,7 +290,8 @@ class _Count:
     def _claim(self, tensors: Sequence[Any], role: Role, path: Path, **more: Any) -> None:
         self._claims.append((tensors, path, more.get("suffix", "")))
         if self._may_pin and role in (Role.ACTIVATION, Role.USER_TENSOR):
-            pinned = [one for one in tensors if type(one) is torch.Tensor and one.is_cpu and one.is_pinned()]
+            plain = (tensor for tensor in tensors if type(tensor) is torch.Tensor)
+            pinned = [tensor for tensor in plain if tensor.is_cpu and tensor.is_pinned()]
             self._ledger.claim(pinned, Role.PINNED_HOST, path, **more)
         self._ledger.claim(tensors, role, path, **more)
 
@@ -316,7 +317,8 @@ class _Count:
         self._graphs_at += [here for saved in held.saved if saved is not None]
         if self._is_of_step(held):
             for saved in filter(None, held.saved):
-                given = [one for one in saved.tensors if type(one) is torch.Tensor and not _requires_grad(one)]
+                plain = (tensor for tensor in saved.tensors if type(tensor) is torch.Tensor)
+                given = [tensor for tensor in plain if not _requires_grad(tensor)]
                 self._inputs.update(key for key, *_ in storages_of(given))
 
     def _claim_held(self, held: _Held) -> None:
@@ -372,7 +374,7 @@ class _Count:
         root = held.found.path.root.name
         if root not in self._program.appends:
             return None
-        is_scalar = all(type(one) is torch.Tensor and not one.dim() for one in held.found.tensors)
+        is_scalar = all(type(tensor) is torch.Tensor and not tensor.dim() for tensor in held.found.tensors)
         return self._program.appends[root].replace(".detach()", ".item()" if is_scalar else ".detach()")
 
     def _claim_saved(self, held: _Held) -> None:
@@ -387,7 +389,7 @@ class _Count:
                 role = Role.GRAPH_KEPT_ALIVE if self._is_kept(held, saved) else Role.ACTIVATION
             suffix = _GRAPH if found.node is None else ""
             where = {"items": found.item(index), "sliceable": found.sliceable, "suffix": suffix, "frees": frees}
-            parameters = [one for one in (*saved.tensors, *saved.leaves) if type(one) is torch.nn.Parameter]
+            parameters = [tensor for tensor in (*saved.tensors, *saved.leaves) if type(tensor) is torch.nn.Parameter]
             self._claim(parameters, Role.PARAMETER, found.path, **where)
             self._claim(saved.tensors, role, found.path, **where)
             self._claim(saved.leaves, Role.USER_TENSOR, found.path, **where)
@@ -401,7 +403,7 @@ class _Count:
         its parts.
         """
         nameless = list(self._ledger.unclaimed(tensors))
-        bases = {id(one): one for one in held_by_c(nameless, tensors)} if nameless and C_COUNTS else {}
+        bases = {id(tensor): tensor for tensor in held_by_c(nameless, tensors)} if nameless and C_COUNTS else {}
         held = self._ledger.owned(bases.values())
         for views, path, suffix in list(self._claims) if held else ():
             for base in bases_of(views, held):
