@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
-    from oomdoctor.fixes._chunked_head import chunked_head
-    from oomdoctor.fixes._output_layer import chunked_loss
+    from oomdoctor.fixes._chunked_loss import chunked_head, chunked_loss
     from oomdoctor.fixes._recompute import recompute
     from oomdoctor.fixes._split import in_parts
     from oomdoctor.pipeline import explain, last_case
@@ -44,8 +43,8 @@ __version__: Final = "0.1.0"
 
 _HOMES: Final = {
     "batch_parts": "oomdoctor.fixes._batch_parts",
-    "chunked_head": "oomdoctor.fixes._chunked_head",
-    "chunked_loss": "oomdoctor.fixes._output_layer",
+    "chunked_head": "oomdoctor.fixes._chunked_loss",
+    "chunked_loss": "oomdoctor.fixes._chunked_loss",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
     "in_parts": "oomdoctor.fixes._split",

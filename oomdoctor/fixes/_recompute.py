@@ -6,27 +6,23 @@ torch's random number generators, so that dropout draws the same masks again. Un
 changes anything else of its own is an error when it is first run again. The mark is an attribute of the module beside
 its ``forward``: keys of ``state_dict``, copies and pickles stay what they are.
 
-Recomputing puts back the state of torch's own generators alone. Others are looked for in the attributes of modules,
-lists and dicts of them, the globals of what defines the modules, and what their forward is closed over. Limits:
-generators that other objects hold; a state that a forward keeps outside of its module (a global list, a file).
+Limits: recomputing puts back the state of torch's own generators alone, so what draws from another one draws other
+numbers; a state that a forward keeps outside of its module (a global list, a file) is changed twice. The trial of a
+change shows both.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError, UsageError
@@ -35,8 +31,6 @@ from oomdoctor.objects.kinds import submodules
 
 _RUNNING_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _STRETCH: Final = re.compile(r"(?P<path>.*?)\[(?P<start>\d+):(?P<stop>\d+)\]")
-
-_OF_LIBRARIES: Final = ("torch", "torchvision", "torchaudio")
 
 
 def recompute(model: Any, *modules: str) -> None:
@@ -192,9 +186,8 @@ class StateWatch:
             )
 
     def _marks(self) -> dict[str, Any]:
-        parts = list(submodules(self._module, self._path))
-        own = {name: mark for path, part in parts for name, mark in _marks(path, part)}
-        return own | dict(_generator_marks(parts))
+        parts = submodules(self._module, self._path)
+        return {name: mark for path, part in parts for name, mark in _marks(path, part)}
 
     def _parameter_marks(self) -> list[tuple[int, int]]:
         """Return which parameters there are, by identity: ``torch.func.functional_call`` exchanges them for a call."""
@@ -226,54 +219,3 @@ def _marks(path: str, part: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", value
         elif type(value) in (list, dict, set):
             yield f"{path}.{name}", (id(value), len(value))
-
-
-def _generator_marks(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield each generator that the modules may draw from, in words, with its state, for comparison."""
-    kinds = _kinds()
-    seen = {id(one) for one in (torch.default_generator, *torch.cuda.default_generators)}
-    for name, value in _within_reach(parts):
-        if issubclass(type(value), kinds) and id(value) not in seen:
-            seen.add(id(value))
-            yield f"the random numbers of `{name}`", _state(value)
-
-
-def _kinds() -> tuple[type, ...]:
-    found: tuple[type, ...] = (torch.Generator, random.Random)
-    numpy = sys.modules.get("numpy")
-    return found if numpy is None else (*found, numpy.random.Generator, numpy.random.RandomState)
-
-
-def _within_reach(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    spaces: dict[int, dict[str, Any]] = {}
-    for path, part in parts:
-        for name, value in vars(part).items():
-            if type(value) in (list, tuple, dict) and not name.startswith("_"):
-                items = value.items() if type(value) is dict else enumerate(value)
-                yield from ((f"{path}.{name}[{key!r}]", one) for key, one in items)
-            else:
-                yield f"{path}.{name}", value
-        if type(part).__module__.partition(".")[0] in _OF_LIBRARIES:
-            continue
-        forward = getattr(type(part).forward, "__wrapped__", type(part).forward)
-        if type(forward) is not FunctionType:
-            continue
-        spaces[id(forward.__globals__)] = forward.__globals__
-        for name, cell in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # nothing is bound there as yet
-                continue
-    for space in spaces.values():
-        yield from sorted(space.items(), key=lambda item: item[0].startswith("_"))
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        with _disable_current_modes():  # the state has values, which modes of a shadow run would not give
-            return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        # One that asks the system has none, and gives other numbers whenever it is asked.
-        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    own = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
-    return pickle.dumps(own)

@@ -4,7 +4,7 @@ The loss keeps log-probabilities as large as the logits, and its backward pass m
 loss depends on that row alone: what is called becomes ``chunked_loss(F.cross_entropy, 8)``, which reads its options as
 it runs and refuses what has no rows of classes. The mean is over all rows that count, weighted by their classes, not
 the mean of means of chunks. Where a linear layer made the logits, there is no gradient of all of them either (see
-``_output_layer``). Calls are told by the function's name, or by what is called being such a loss of the namespace. A
+``_chunked_loss``). Calls are told by the function's name, or by what is called being such a loss of the namespace. A
 model whose forward takes the loss, of a library or written by hand, gets a line where it is made:
 ``chunked_head(model, 8)``. Limit: the logits themselves are the model's, and stay.
 """
