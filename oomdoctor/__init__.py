@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
     from oomdoctor.fixes._batch_parts import batch_parts, join_parts
     from oomdoctor.fixes._chunked_loss import chunked_head, chunked_loss
-    from oomdoctor.fixes._recompute import recompute
+    from oomdoctor.fixes._forward import recompute
     from oomdoctor.fixes._split import in_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
@@ -52,7 +52,7 @@ _HOMES: Final = {
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "plan": "oomdoctor.shell.memplan",
-    "recompute": "oomdoctor.fixes._recompute",
+    "recompute": "oomdoctor.fixes._forward",
     "report": "oomdoctor.shell.memreport",
     "simulate": "oomdoctor.allocator.virtual",
     "unload_ipython_extension": "oomdoctor.shell",

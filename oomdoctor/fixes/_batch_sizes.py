@@ -21,9 +21,8 @@ _DIVISORS: Final = (2, 4, 8, 16, 32)
 _OVERHEAD: Final = 0.02
 """Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
 
-_NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size)$", re.IGNORECASE)
+_NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size|(?-i:BATCH))$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
-_DRAWS: Final = re.compile(r"^torch\.(rand|randn|randint)$")
 _COUNTING: Final = ("limit_train_batches", "overfit_batches", "val_check_interval", "fast_dev_run")
 _SCHEDULES: Final = re.compile(r"sched|warmup|OneCycle|Cosine", re.IGNORECASE)
 _LENGTH: Final = re.compile(r"\blen\(\w*(loader|dl)\w*\)", re.IGNORECASE)
@@ -193,8 +192,6 @@ def _literal_slices(place: Place, loop: ast.For, step: ast.expr) -> tuple[Number
 
 def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple[Number, ...]:
     """Return the number behind the name of a batch size that the loop, or what it calls, cuts batches with."""
-    if (drawn := _drawn(book, place, loop, facts.batch)) is not None:
-        return drawn
     called = {call_name(call).rpartition(".")[2] for call in calls(loop)}
     parts: list[tuple[ast.AST, Place]] = [(loop, place)]
     parts += [(node, Place(page=page, function=node)) for page, node in book.functions() if node.name in called]
@@ -207,28 +204,6 @@ def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple
             if found:
                 return tuple(found)
     raise Unfit(f"what made the batches of `{facts.loader}` was not found in the cells")
-
-
-def _drawn(book: Book, place: Place, loop: Loop, batch: Sequence[str]) -> tuple[Number, ...] | None:
-    """Return the numbers that set the first dimension of what the loop draws as its batch, None where it draws none."""
-    found: list[Number] = []
-    for node in loop.body:
-        value = node.value if isinstance(node, ast.Assign) and bound(node) & set(batch) else None
-        for call in calls(value) if value is not None else ():
-            if (size := _first_extent(call)) is not None and not bound(loop) & reads(size):
-                found += book.numbers(size, place)
-    return tuple({id(number.node): number for number in found}.values()) or None
-
-
-def _first_extent(call: ast.Call) -> ast.expr | None:
-    """Return the first of the extents that random numbers are drawn in."""
-    if not _DRAWS.match(call_name(call)):
-        return None
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    sizes = [part for part in [given.get("size"), *call.args] if isinstance(part, ast.Tuple | ast.List) and part.elts]
-    if sizes:
-        return sizes[0].elts[0]
-    return call.args[0] if call.args and len(call.args) > 1 and not call_name(call).endswith("randint") else None
 
 
 def check_not_counted(cells: Cells, made: ast.Call) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from oomdoctor.model.memory import ModuleMemory
 
@@ -25,8 +25,6 @@ _GRAIN: Final = 64
 """Of what two choices keep so far, differences below this fraction of all that is kept do not count."""
 _GRADIENTS: Final = 2
 """Gradients as large as the largest output of a part that are there while it goes backwards."""
-
-Model: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class Part:
         cost: the share of its forward in the time of the run.
     """
 
-    model: Model
+    model: tuple[str, int]
     name: str
     kept: int
     output: int
@@ -48,59 +46,50 @@ class Part:
     cost: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Parts in their order, with the bytes that they take off the peak and the time that they add, as a share."""
+class Choice(NamedTuple):
+    """What was chosen of some calls.
 
-    parts: tuple[Part, ...]
-    saves: int
-    cost: float
+    Attributes:
+        kept: bytes that are kept behind them; ``peak``: the most that are there at a time.
+        cost: the time that it adds, as a share; ``parts``: what is recomputed, in its order.
+    """
 
-
-class _State(NamedTuple):
-    """What is kept after some of the calls, the peak that they lead to, and the parts that were chosen of them."""
-
-    kept: int
-    cost: float
-    peak: int
-    parts: tuple[Part, ...]
+    kept: int = 0
+    cost: float = 0.0
+    peak: int = 0
+    parts: tuple[Part, ...] = ()
 
 
-def choices(rows: Sequence[ModuleMemory]) -> tuple[Choice, ...]:
-    """Return the parts worth recomputing of the modules that were called in this order, mildest first."""
+def choices(rows: Sequence[ModuleMemory]) -> list[tuple[Choice, int]]:
+    """Return what is worth recomputing of modules that were called in this order, with what it saves; mildest first."""
     models = dict.fromkeys(row.model for row in rows)
-    calls = _Calls([_Tree([row for row in rows if row.model == model]) for model in models])
-    whole = calls.cheapest(None)
+    trees = [_Tree([row for row in rows if row.model == model]) for model in models]
+    whole = _cheapest(trees, None)
     if whole is None:
-        return ()
+        return []
     found: dict[tuple[Part, ...], Choice] = {}
     step, limit = whole.peak // (_BUDGETS + 1), whole.peak
     while step > whole.peak // _FINEST:
-        one = calls.cheapest(limit - step)
+        one = _cheapest(trees, limit - step)
         if one is None:
             step //= 2  # the strongest lies between
             continue
         limit -= step
-        found[one.parts] = Choice(parts=one.parts, saves=whole.peak - one.peak, cost=one.cost)
-    return tuple(found.values())
+        found[one.parts] = one
+    return [(one, whole.peak - one.peak) for one in found.values()]
 
 
-class _Calls:
-    """All calls of some models, one model after the other."""
+def _cheapest(trees: Sequence[_Tree], limit: int | None) -> Choice | None:
+    """Return the cheapest parts with which at most ``limit`` bytes are there at a time, None where there are none.
 
-    def __init__(self, trees: Sequence[_Tree]) -> None:
-        self._trees, self._total = trees, sum(tree.total for tree in trees)
-
-    def cheapest(self, limit: int | None) -> _State | None:
-        """Return the cheapest parts with which at most ``limit`` bytes are there at a time, None where there are none.
-
-        Without a limit nothing is recomputed.
-        """
-        states = [_State(kept=0, cost=0.0, peak=0, parts=())]
-        for tree in self._trees:
-            for path in tree.outermost:
-                states = list(_Search(tree, limit, max(self._total // _GRAIN, 1)).after(path, states))
-        return min(states, key=lambda one: (one.cost, one.peak), default=None)
+    Without a limit nothing is recomputed.
+    """
+    grain, found = max(sum(tree.total for tree in trees) // _GRAIN, 1), [Choice()]
+    for tree in trees:
+        search = _Search(tree, limit, grain)
+        for path in tree.outermost:
+            found = search.after(path, found)
+    return min(found, key=lambda one: (one.cost, one.peak), default=None)
 
 
 class _Search:
@@ -109,7 +98,7 @@ class _Search:
     def __init__(self, tree: _Tree, limit: int | None, grain: int) -> None:
         self._tree, self._limit, self._grain = tree, limit, grain
 
-    def after(self, path: str, states: list[_State]) -> list[_State]:
+    def after(self, path: str, states: list[Choice]) -> list[Choice]:
         """Return the states behind the call of a module, given those before it."""
         row, children = self._tree.rows[path], self._tree.children[path]
         again = self._again(self._tree.part([path], path), states) if path else []
@@ -118,12 +107,12 @@ class _Search:
         inner = self._in_turn(path, states) if row.runs_in_turn else self._one_by_one(children, states)
         return self._best([*again, *self._keep(row.own, 0, inner)])
 
-    def _one_by_one(self, children: Sequence[str], states: list[_State]) -> list[_State]:
+    def _one_by_one(self, children: Sequence[str], states: list[Choice]) -> list[Choice]:
         for child in children:
             states = self.after(child, states)
         return states
 
-    def _in_turn(self, path: str, states: list[_State]) -> list[_State]:
+    def _in_turn(self, path: str, states: list[Choice]) -> list[Choice]:
         """Return the states behind layers that run in turn, of which every stretch may be recomputed as a whole."""
         children = self._tree.children[path]
         # What a layer writes into is not there any more for a part that would begin with it.
@@ -142,29 +131,29 @@ class _Search:
     def _writes(self, path: str) -> bool:
         return self._tree.rows[path].in_place
 
-    def _again(self, part: Part, states: list[_State]) -> list[_State]:
+    def _again(self, part: Part, states: list[Choice]) -> list[Choice]:
         """Return the states with a part recomputed."""
         if self._limit is None or part.kept <= part.output:
             return []
         backward = part.kept + _GRADIENTS * part.largest - part.output
         return [
-            _State(one.kept + part.output, one.cost + part.cost, max(one.peak, one.kept + backward), (*one.parts, part))
+            Choice(one.kept + part.output, one.cost + part.cost, max(one.peak, one.kept + backward), (*one.parts, part))
             for one in states
             if one.kept + backward <= self._limit
         ]
 
-    def _keep(self, own: int, output: int, states: list[_State]) -> list[_State]:
+    def _keep(self, own: int, output: int, states: list[Choice]) -> list[Choice]:
         """Return the states with what a call has made kept."""
         backward = own + (_GRADIENTS - 1) * output  # what it gave out is gone with the call that read it
         return [
-            _State(one.kept + own, one.cost, max(one.peak, one.kept + backward), one.parts)
+            Choice(one.kept + own, one.cost, max(one.peak, one.kept + backward), one.parts)
             for one in states
             if self._limit is None or one.kept + backward <= self._limit
         ]
 
-    def _best(self, states: list[_State]) -> list[_State]:
+    def _best(self, states: list[Choice]) -> list[Choice]:
         """Return those that no other beats in both bytes and time; of those that keep about the same, the cheapest."""
-        found: list[_State] = []
+        found: list[Choice] = []
         for one in sorted(states, key=lambda one: (one.kept, one.cost, one.peak)):
             if found and one.cost >= found[-1].cost:
                 continue

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _forward, _recompute
+from oomdoctor.fixes import _forward
 from oomdoctor.fixes._batch_parts import Draws
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -66,7 +66,7 @@ class _InParts:
             return self._call(*args, **kwargs)
         _forward.refuse_batch_norm(self._path, self._model)
         devices = _forward.devices(self._model)
-        watch, device = _recompute.StateWatch(self._path, self._model), devices[0] if len(devices) == 1 else None
+        watch, device = _forward.StateWatch(self._path, self._model), devices[0] if len(devices) == 1 else None
         draws = Draws(call.rows, devices, _InParts._run.__code__)
         marks = None if self._call is self._model else _forward.rng_marks(devices)
         parts: Iterator[tuple[int, Any]] = (
@@ -87,7 +87,7 @@ class _InParts:
             return self._whole(*args, **kwargs)
         run = partial(self._run, draws, start, count, counted())
         if torch.is_grad_enabled():
-            return _recompute.recomputed(self._path, self._model, run, args, kwargs)
+            return _forward.recomputed(self._path, self._model, run, args, kwargs)
         return run(*args, **kwargs)
 
     def _run(self, draws: Draws, start: int, count: int, runs: Iterator[int], *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,6 @@ from oomdoctor.fixes._step_statements import (
     key_of,
     kind_of_batch,
     loss_of,
-    makes_tensor,
     moves_only,
     only_counted,
     order_of,
@@ -133,10 +132,10 @@ class _Planner:
         self._from_before = read_first([region.loop]) if region.loop is not None else set[str]()
         self._behind = {id(unit) for node in region.body for unit in behind_backward(node)}
         self.leading = self._lead()
-        self._graph, self._looking = self._with_graph()
+        self._graph = self._with_graph()
         batch = {name for unit in self.units if id(unit) in self.leading for name in reads_of(unit)} & {*split.batch}
         self._batch = tuple(name for name in split.batch if name in batch)
-        self._is_late = bool(self._graph) and (late or not batch or self._is_given_more())
+        self._is_late = bool(self._graph) and (late or not batch)
 
     def step(self, weigh: str) -> Step:
         """Return the plan."""
@@ -225,17 +224,6 @@ class _Planner:
             is_plain=not split.dim and not carried and self._is_given(names, places),
         )
 
-    def _is_given_more(self) -> bool:
-        """Tell whether a model is given tensors that the region makes and not of the batch, as labels and noise."""
-        graph = [unit for unit in self.units if id(unit) in self._graph]
-        given, tainted = {name for unit in graph for name in data_of(unit, self._batch)}, {*self._batch}
-        for unit in self.units:
-            if reads_of(unit) & tainted or id(unit) in self._graph:
-                tainted |= binds_of(unit)
-            elif bound(unit) & given and makes_tensor(unit):
-                return True
-        return False
-
     def _is_given(self, names: Iterable[str], places: Mapping[int, str]) -> bool:
         """Tell whether all names come from the loop or the caller, or are moved from there."""
         taken, takes = self._unpacked()
@@ -252,23 +240,20 @@ class _Planner:
                 needed |= reads_of(unit)
         return found
 
-    def _with_graph(self) -> tuple[set[int], set[int]]:
+    def _with_graph(self) -> set[int]:
         """Return those of them whose results have a graph, as they are made by a model or of what one has made.
 
-        And all statements that read such results, as a sum of losses does. What is selected by a mask behind a model
-        has no rows any more: it is selected of each part.
+        What is selected by a mask behind a model has no rows any more: it is selected of each part.
         """
-        names, found, looking = set[str](), set[int](), set[int]()
+        names, found = set[str](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
             reads_graph = bool(reads_of(unit) & names)
-            if reads_graph:
-                looking.add(id(unit))
             is_selected = bool(found) and selects(unit, self._split.batch)
             if id(unit) in self.leading and not off and (reads_graph or is_selected or self._split.makes_graph(unit)):
                 found.add(id(unit))
                 names |= binds_of(unit)
-        return found, looking
+        return found
 
     def _begin(self, taken: tuple[str, ...], hoisted: set[int]) -> tuple[str, ...]:
         """Return the names that are split: the batch, or what the model is given that it has not made."""
@@ -313,8 +298,6 @@ class _Planner:
             depends = depends or leads  # what it binds anew, it binds for each part
             anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
             is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
-            if is_inner and not leads and id(unit) in self._looking and self._loss in reads_of(unit):
-                raise Unfit(f"line {unit.lineno} uses `{self._loss}`, which is bound anew before the backward pass")
             places[id(unit)] = "inner" if is_inner else "after"
             tainted |= binds_of(unit) if depends else set()
             behind.append(unit)
@@ -362,10 +345,7 @@ class _Planner:
             if id(unit) in self._backwards:
                 continue
             binds = binds_of(unit) - {self._loss}
-            if self._graph:
-                is_data = id(unit) not in self._graph and id(unit) not in self._looking
-            else:
-                is_data = moves_only(unit, MOVES) or counts_only(unit)
+            is_data = id(unit) not in self._graph if self._graph else moves_only(unit, MOVES) or counts_only(unit)
             if binds & wanted or (not is_data and binds & self._shared):
                 more.add(id(unit))
                 wanted |= reads_of(unit)

@@ -123,11 +123,6 @@ def only_counted(nodes: Iterable[ast.stmt], name: str) -> bool:
     )
 
 
-def makes_tensor(node: ast.stmt) -> bool:
-    value = unmoved(node.value) if isinstance(node, ast.Assign) else None
-    return isinstance(value, ast.Call) and called(value.func).partition(".")[0] == "torch"
-
-
 def selects(node: ast.stmt, indices: Collection[str]) -> bool:
     """Tell whether a statement takes entries by a mask, which is none of ``indices``: positions of rows."""
     value = node.value if isinstance(node, ast.Assign) else None

@@ -7,14 +7,14 @@ it is raised where that is found, and returned as ``Refused`` to whoever asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce, wraps
 from typing import Final, ParamSpec, TypeVar
 
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Proposal
+from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Holding, HostMemory, Role
 from oomdoctor.model.site import Site
@@ -72,6 +72,44 @@ def proposing(
     return asked
 
 
+def fitting(counts: Sequence[int], evidence: Evidence) -> list[int]:
+    """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
+    rows = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
+    found = [count for count in counts if count <= max(rows, default=count)]
+    return need(found or None, "the batch has one sample: there is nothing to split")
+
+
+def in_parts_of(
+    counts: Iterable[int],
+    name: str,
+    size: int,
+    what: str,
+    *,
+    effect: Effect = Effect.EQUIVALENT,
+    slowdown: float = 1.0,
+    each: float = 0.0,
+    caveat: str | None = None,
+    through: str | None = None,
+) -> Iterator[Proposal]:
+    """Propose to have ``size`` bytes of ``what`` in so many parts, one at a time.
+
+    Args:
+        counts: of parts, mildest first; ``name``: what the dose calls them.
+        slowdown: time with it over time without it; ``each``: what each part adds to that.
+        through: the library through whose settings it is made.
+    """
+    more = {} if through is None else {"through": through}
+    for parts in counts:
+        yield Proposal(
+            dose=Dose.of(**{name: parts}, **more),
+            effect=effect,
+            saves=size * (parts - 1) // parts,
+            slowdown=slowdown + each * parts,
+            basis=f"estimate: 1/{parts} of {format_size(size)} of {what} at a time",
+            caveat=caveat,
+        )
+
+
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
 
@@ -79,6 +117,8 @@ NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number of a type."""
 
 _OPTIMIZERS: Final = "torch/optim/"
+_OF_STEP: Final = re.compile(r"torch/optim/|_multi_tensor_|_foreach_")
+_STEP: Final = re.compile(r"\.step\(")
 _LAYERS: Final = "torch/nn/"
 _OF_LIBRARY: Final = re.compile(r"[\w.+-]+[/\\]")
 """A file of an installed package, which may run a model that the cells do not show."""
@@ -102,6 +142,14 @@ def check_not_stepping(incident: Incident, evidence: Evidence) -> None:
         raise Unfit(f"memory ran out in the optimizer's step, {holding}")
 
 
+def in_the_step(incident: Incident) -> bool:
+    """Whether the memory ran out within an optimizer's step."""
+    if incident.framework_frame is not None and _OF_STEP.search(incident.framework_frame):
+        return True
+    lines = [line.source_line for line in (incident.inner, incident.cell) if line is not None]
+    return any(map(_STEP.search, lines))
+
+
 def _runs_none(evidence: Evidence) -> bool:
     """Whether it was seen that no model runs; what a trainer of a library does is not seen in the cells."""
     code = evidence.code
@@ -121,6 +169,12 @@ def check_training(evidence: Evidence) -> None:
 def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:
     """Return what was found that a fix mends, at least one; ``why`` is said where there is none."""
     return need(evidence.code.sites.get(fix) or None, why)
+
+
+def listed(names: Iterable[str], word: str = "and") -> str:
+    """Return names in words: `a`, `b` and `c`."""
+    *some, last = (f"`{name}`" for name in names)
+    return f"{', '.join(some)} {word} {last}" if some else last
 
 
 def root_of(path: str) -> str:

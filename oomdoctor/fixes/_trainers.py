@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
-from oomdoctor.fixes._terms import Unfit, check, check_short, kind_of_device, layer, need, refusing
+from oomdoctor.fixes._terms import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
@@ -241,15 +241,16 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
     check_short(incident, evidence)
     size, splittable = _splittable(trainer, incident, evidence)
     caveats = tuple(_differs(trainer))
-    for parts in _whole_parts(size, "a batch"):
-        yield Proposal(
-            dose=Dose.of(parts=parts, through=trainer.library),
-            effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
-            saves=splittable * (parts - 1) // parts,
-            slowdown=1 + _OVERHEAD * parts,
-            basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
-            caveat="; ".join(caveats) or None,
-        )
+    yield from in_parts_of(
+        _whole_parts(size, "a batch"),
+        "parts",
+        splittable,
+        "activations, batch and request",
+        effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
+        each=_OVERHEAD,
+        caveat="; ".join(caveats) or None,
+        through=trainer.library,
+    )
 
 
 def _whole_parts(size: int, what: str) -> list[int]:
@@ -335,15 +336,16 @@ def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evid
         raise Unfit("no activations were found that smaller batches could save")
     by_samples = trainer.model is not None and trainer.model.type_name.endswith(_BY_SAMPLES)
     caveat = None if by_samples else "`eval_loss` averages over batches, so that smaller ones may change it a little"
-    for chunks in _whole_parts(size, "an evaluation batch"):
-        yield Proposal(
-            dose=Dose.of(chunks=chunks, through=trainer.library),
-            effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
-            saves=room * (chunks - 1) // chunks,
-            slowdown=1 + _OVERHEAD * chunks,
-            basis=f"estimate: 1/{chunks} of {format_size(room)} of activations and request at a time",
-            caveat=caveat,
-        )
+    yield from in_parts_of(
+        _whole_parts(size, "an evaluation batch"),
+        "chunks",
+        room,
+        "activations and request",
+        effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
+        each=_OVERHEAD,
+        caveat=caveat,
+        through=trainer.library,
+    )
 
 
 def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> Iterator[Proposal]:

@@ -27,7 +27,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._step_lines import StepLines, preceded, runs, step_lines
+from oomdoctor.fixes._placement import StepLines, preceded, runs, step_lines
 from oomdoctor.fixes._terms import (
     ROUNDS,
     Unfit,

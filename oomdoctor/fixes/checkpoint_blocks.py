@@ -96,13 +96,13 @@ def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> Iterator[Prop
     found = choices([row for row in evidence.modules if row.model in by_type])
     if not found:
         raise Unfit("what the calls of its modules keep is their input and output alone")
-    for choice in found:
+    for choice, saves in found:
         yield Proposal(
             dose=_dose([(by_type[part.model], part.name) for part in choice.parts]),
             effect=Effect.EXACT,
-            saves=choice.saves,
+            saves=saves,
             slowdown=1 + choice.cost,
-            basis=f"estimate: {len(choice.parts)} parts keep {format_size(choice.saves)} less, by what each keeps",
+            basis=f"estimate: {len(choice.parts)} parts keep {format_size(saves)} less, by what each keeps",
         )
 
 

@@ -1,4 +1,4 @@
-"""A model run over parts of the batch, recomputed in the backward pass where there is one.
+"""A model run over parts of the batch, and a cross-entropy over chunks of rows, both recomputed in the backward pass.
 
 ``chunked_forward``: ``model(x)`` becomes ``in_parts(model, 4)(x)`` where the failing cell calls a model, in functions
 and modules of the user's as well. The loss and its one backward stay as they are, so what couples the samples in the
@@ -9,11 +9,21 @@ Of a ``generate``, each part's keys and values are let go of before the next one
 Where the code moves the batch to the device in the call, the parts are moved one by one. The results are equal up to
 rounding: libraries choose other kernels for other numbers of rows. That a sample's output does not depend on the
 others is shown by the trial of both programs.
+
+``chunked_loss``: a cross-entropy keeps log-probabilities as large as the logits, and its backward pass makes two
+gradients of that size. A row's loss depends on that row alone: what is called becomes
+``chunked_loss(F.cross_entropy, 8)``, which reads its options as it runs and refuses what has no rows of classes. The
+mean is over all rows that count, weighted by their classes, not the mean of means of chunks. Where a linear layer made
+the logits, there is no gradient of all of them either (see ``_chunked_loss``). Calls are told by the function's name,
+or by what is called being such a loss of the namespace. A model whose forward takes the loss, of a library or written
+by hand, gets a line where it is made: ``chunked_head(model, 8)``. Limit: the logits themselves are the model's.
 """
 
 from __future__ import annotations
 
 import ast
+import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -21,13 +31,18 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._placement import placed
 from oomdoctor.fixes._terms import (
+    HELD,
+    NUMBER_BYTES,
     Unfit,
     check,
     check_short,
     check_training,
     couples,
+    fitting,
     found_or_asked,
+    in_parts_of,
     proposing,
     refusing,
     takes_note,
@@ -38,11 +53,15 @@ from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
+from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.definitions import Program, Scope, site
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import call_name, own_nodes
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses, gradients and outputs in float32: sums over the batch are taken in another order."""
@@ -52,6 +71,18 @@ _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
 _OVERHEAD: Final = 0.001
 """Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
+_OVERHEAD_OF_LOSS: Final = 0.02
+"""Time of taking each chunk's log-probabilities twice, as a share of a step. A round figure, not measured."""
+_OVERHEAD_OF_HEAD: Final = 0.1
+"""Time of making its logits twice as well. A round figure, not measured."""
+
+_WORTH: Final = 1 / 20
+"""What the log-probabilities have to take of the memory found, so that it is worth the while."""
+
+_FUNCTION: Final = "torch.nn.functional.cross_entropy"
+_FRAME: Final = re.compile(r"cross_entropy|nll_loss|log_softmax")
+_MAKES_LOGITS: Final = re.compile(r"nn/modules/linear\.py")
+_NOTHING: Final = "no activations were found that splitting the batch could save"
 _TO_DEVICE: Final = m.Call(func=m.Attribute(attr=m.Name("cuda")), args=[]) | m.Call(
     func=m.Attribute(attr=m.Name("to")),
     args=[m.Arg(m.SimpleString() | m.Name(m.MatchRegex(r"(?i)(\w*_)?dev(ice)?")), keyword=None)],
@@ -68,14 +99,10 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
         check(couples(model))
     check_short(incident, evidence)
     activations = found_or_asked(incident, evidence)
-    for chunks in _doses(_CHUNKS, activations, evidence):
-        yield Proposal(
-            dose=Dose.of(chunks=chunks),
-            effect=Effect.EQUIVALENT,
-            saves=activations * (chunks - 1) // chunks,
-            slowdown=1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE,
-            basis=f"estimate: 1/{chunks} of {format_size(activations)} of activations at a time",
-        )
+    if not activations:
+        raise Unfit(_NOTHING)
+    slowdown = 1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE
+    yield from in_parts_of(fitting(_CHUNKS, evidence), "chunks", activations, "activations", slowdown=slowdown)
 
 
 @_trainers.first("chunked_inference")
@@ -85,14 +112,10 @@ def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Propo
     _check_without_gradients(evidence.code)
     _check_apart(_models(evidence))
     size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
-    for chunks in _doses(_CHUNKS_OF_PREDICTIONS, size, evidence):
-        yield Proposal(
-            dose=Dose.of(chunks=chunks),
-            effect=Effect.EQUIVALENT,
-            saves=size * (chunks - 1) // chunks,
-            slowdown=1 + _OVERHEAD * chunks,
-            basis=f"estimate: 1/{chunks} of {format_size(size)} of activations and request at a time",
-        )
+    if not size:
+        raise Unfit(_NOTHING)
+    counts = fitting(_CHUNKS_OF_PREDICTIONS, evidence)
+    yield from in_parts_of(counts, "chunks", size, "activations and request", each=_OVERHEAD)
 
 
 def _models(evidence: Evidence) -> list[ModelFacts]:
@@ -100,17 +123,6 @@ def _models(evidence: Evidence) -> list[ModelFacts]:
     if not models:
         raise Unfit("no model was found among the names of the notebook")
     return models
-
-
-def _doses(counts: Sequence[int], size: int, evidence: Evidence) -> list[int]:
-    """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
-    if not size:
-        raise Unfit("no activations were found that splitting the batch could save")
-    batches = [one.shape[0] for one in evidence.census.holdings if one.role is Role.BATCH and one.shape]
-    fitting = [count for count in counts if not batches or count <= max(batches)]
-    if not fitting:
-        raise Unfit("the batch has one sample: there is nothing to split")
-    return fitting
 
 
 def _check_without_gradients(code: CodeFacts) -> None:
@@ -182,6 +194,147 @@ def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = 
     return rewriting.at_sites(cells, sites, change)
 
 
+def _detect_loss(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find where a cross-entropy is taken: what is called there, and the loss or function that it stands for."""
+    known = {loss.path for loss in objects.losses if loss.type_name == "CrossEntropyLoss"}
+    reach = ground(program).reach
+    made = {name for scope in reach for name in _made_in(scope)}
+    found = {site for scope in reach for site in _of_scope(program, scope, known, made)}
+    return tuple(sorted(found, key=lambda site: (site.cell, site.line, site.names)))
+
+
+def _made_in(scope: Scope) -> Iterator[str]:
+    """Yield what a function binds to a cross-entropy that it makes: names, and attributes of its object."""
+    for node in own_nodes(scope.body):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Call) and call_name(one).rpartition(".")[2] == "CrossEntropyLoss"
+            for one in ast.walk(node.value)
+        ):
+            yield from map(ast.unparse, node.targets)
+
+
+def _of_scope(program: Program, scope: Scope, known: set[str], made: set[str]) -> Iterator[Site]:
+    stands_for = program.given(scope)
+    for node in own_nodes(scope.body):
+        name = call_name(node) if isinstance(node, ast.Call) else ""
+        stands = stands_for.get(name, name)
+        is_loss = stands in known | made or stands.rpartition(".")[2] == "cross_entropy"
+        if isinstance(node, ast.Call) and name and is_loss:
+            within = ("forward",) if getattr(scope.function, "name", "") == "forward" else ()
+            yield site("made" if stands in made - known else "cross_entropy", scope, node, (name, stands, *within))
+
+
+@proposing
+def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose 2 to 16 chunks, no more than there are rows."""
+    code = evidence.code
+    if code.first("chunked_loss") is None and not _heads(code):
+        raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
+    if code.compiles is not None:
+        raise Unfit("torch.compile takes the loss together with what is around it")
+    if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
+        raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
+    logits = [_logits(held, code) for held in evidence.census.holdings]
+    size, rows = max([_asked_for(incident, evidence), *logits])
+    if _FRAME.search(incident.framework_frame or "") and (incident.requested or 0) > size:
+        size, rows = incident.requested or 0, rows or _CHUNKS[-1]
+    if not size:
+        raise Unfit("no logits over the classes of a model were found")
+    if size < _WORTH * evidence.census.found:
+        raise Unfit(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
+    doses = [chunks for chunks in _CHUNKS if chunks <= rows]
+    if not doses:
+        raise Unfit("the loss is over one row: there is nothing to split")
+    # The output layer in chunks has no gradient of all logits either.
+    kept, slowdown = (2 * size, 1 + _OVERHEAD_OF_HEAD) if _heads(code) else (size, 1 + _OVERHEAD_OF_LOSS)
+    what = "logits' gradients and log-probabilities" if _heads(code) else "log-probabilities"
+    yield from in_parts_of(doses, "chunks", kept, what, slowdown=slowdown)
+
+
+def _logits(held: Holding, code: CodeFacts) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where the largest tensor that is held is logits."""
+    shape, each = held.shape or (), NUMBER_BYTES.get(held.dtype or "", 0)
+    if held.role not in HELD or len(shape) < 2 or not each:
+        return 0, 0
+    classes = next((size for size in (shape[-1], shape[1]) if size in code.classes), None)
+    is_scores = len(shape) == 4 and shape[-1] == shape[-2] == classes  # of attention, over as many positions
+    if classes is None or is_scores:
+        return 0, 0
+    return math.prod(shape) * _loss_bytes(each, code), math.prod(shape) // classes
+
+
+def _asked_for(incident: Incident, evidence: Evidence) -> tuple[int, int]:
+    """Return bytes of the log-probabilities and rows, where a linear layer asked for the memory of the logits."""
+    code, requested = evidence.code, incident.requested or 0
+    targets = [
+        math.prod(held.shape)
+        for held in evidence.census.holdings
+        if held.role is Role.BATCH and held.dtype == "int64" and held.shape
+    ]
+    if not targets or _MAKES_LOGITS.search(incident.framework_frame or "") is None:
+        return 0, 0
+    rows, each = max(targets), 2 if code.autocast or code.half_weights else 4
+    fit = [one for one in code.classes if rows * one * each <= requested <= _most_asked_for(rows * one * each)]
+    return (rows * max(fit) * _loss_bytes(each, code), rows) if fit else (0, 0)
+
+
+def _most_asked_for(nbytes: int) -> int:
+    """Return the largest segment that the caching allocator asks for so as to serve ``nbytes``.
+
+    Source: ``get_allocation_size`` with ``kMinLargeAlloc``, ``kLargeBuffer`` and ``kRoundLarge``.
+    """
+    return max(nbytes + (2 << 20), 20 << 20 if nbytes < 10 << 20 else 0)
+
+
+def _loss_bytes(each: int, code: CodeFacts) -> int:
+    """Return the bytes of one log-probability, given those of a logit: autocast takes losses in float32.
+
+    Source: the functions listed so in docs.pytorch.org/docs/stable/amp.html.
+    """
+    return max(each, 4) if code.autocast else each
+
+
+def _heads(code: CodeFacts) -> list[ModelFacts]:
+    """Return the models whose forward takes their loss; none where the cells take one outside of a forward."""
+    if any("forward" not in one.names for one in code.sites.get("chunked_loss", ())):
+        return []
+    return [model for model in (*code.models, *code.local_models) if model.takes_loss]
+
+
+@refusing
+def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return each cross-entropy of the failing run as one that is taken in chunks."""
+    code, sites = evidence.code, evidence.code.sites.get("chunked_loss", ())
+    if code.half_weights and not code.autocast:
+        raise Unfit("the loss is taken in half precision: sums of its chunks would round otherwise")
+    if any(re.search(r"\bchunked_(loss|head)\(", cell.source) for cell in cells.history):
+        raise Unfit("the code takes its cross-entropy in chunks already")
+    if heads := _heads(code):
+        name = import_lines.name_for("oomdoctor", "chunked_head", cells, "head_in_chunks")
+        lines = [(model, f"{name}({model.path}, {dose.number('chunks')})\n") for model in heads]
+        return placed(cells, lines, [import_lines.source_of("oomdoctor", "chunked_head", name)])
+    if not sites:
+        raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
+    known = {loss.path for loss in code.losses}
+
+    def changed(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module | Refused:
+        beside = cells.beside(cells.get(here[0].cell))
+        by = import_lines.name_for("oomdoctor", "chunked_loss", beside, "loss_in_chunks")
+        new: dict[cst.CSTNode, rewriting.New] = {}
+        for one in here:
+            called, stands_for, *_ = one.names
+            is_known = stands_for in known or one.kind == "made"  # which is asked when it is called
+            if not is_known and import_lines.qualified_name(beside, called) != _FUNCTION:
+                raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
+            for call in rewriting.within(parsed.module, cst.Call):
+                if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
+                    new[call.func] = cst.parse_expression(f"{by}({called}, {dose.number('chunks')})")
+        module = rewriting.exchange(parsed.module, new)
+        return import_lines.insert_at_top(parsed, module, [import_lines.source_of("oomdoctor", "chunked_loss", by)])
+
+    return rewriting.at_sites(cells, sites, changed)
+
+
 FIXES: Final = (
     Fix(
         id="chunked_forward",
@@ -202,5 +355,17 @@ FIXES: Final = (
         propose=_propose_inference,
         patch=_patch_inference,
         detect=detect_runs,
+    ),
+    Fix(
+        id="chunked_loss",
+        title="Take the cross-entropy by chunks of rows, recomputed in the backward pass",
+        effect=Effect.EQUIVALENT,
+        tolerance=TOLERANCE,
+        joins=True,
+        cost="each chunk's log-probabilities once more, and its logits where a linear layer made them",
+        propose=_propose_loss,
+        patch=_patch_loss,
+        detect=_detect_loss,
+        leaves=(".forward",),
     ),
 )

@@ -33,9 +33,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._terms import Unfit, layer, proposing, refusing
-from oomdoctor.fixes.optimizer_in_backward import ELEMENTWISE
-from oomdoctor.fixes.optimizer_settings import in_the_step
+from oomdoctor.fixes._terms import Unfit, in_the_step, layer, proposing, refusing
+from oomdoctor.fixes.gradients import ELEMENTWISE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence

@@ -21,8 +21,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._step_lines import preceded
-from oomdoctor.fixes._terms import Unfit, hangs_on, need, proposing, refusing, sites_of
+from oomdoctor.fixes._placement import preceded
+from oomdoctor.fixes._terms import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -65,17 +65,18 @@ def _propose_history(incident: Incident, evidence: Evidence) -> Iterator[Proposa
     """Propose the one dose: every place at once."""
     sites = sites_of(evidence, "detach_history", _NO_PLACE)
     names = dict.fromkeys(one.names[0] for one in sites)
+    either = listed(names, "or")
     kept = sum(holding.bytes for holding in evidence.census.holdings if any(_keeps(holding, name) for name in names))
     if not kept:
-        raise Unfit(f"the census found no graph that {_either(names)} keeps alive")
+        raise Unfit(f"the census found no graph that {either} keeps alive")
     if (other := _kept_elsewhere(evidence, names)) is not None:
-        raise Unfit(f"{other} keeps the same graphs alive, whether {_either(names)} does or not")
+        raise Unfit(f"{other} keeps the same graphs alive, whether {either} does or not")
     yield Proposal(
         dose=Dose.of(names=", ".join(names)),
         effect=Effect.EXACT,
         saves=kept,
-        basis=f"the census found {format_size(kept)} of graphs that {_either(names)} keeps alive",
-        caveat=f"what {_either(names)} keeps has no graph any more: a later `backward` through it raises an error",
+        basis=f"the census found {format_size(kept)} of graphs that {either} keeps alive",
+        caveat=f"what {either} keeps has no graph any more: a later `backward` through it raises an error",
     )
 
 
@@ -91,10 +92,6 @@ def _kept_elsewhere(evidence: Evidence, names: Iterable[str]) -> str | None:
     if carried is not None and any(carried.cell == one.cell for one in code.sites["detach_history"]):
         return f"the recurrent state carried over steps in {carried}"
     return None
-
-
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(f"`{name}`" for name in names)
 
 
 def _keeps(holding: Holding, name: str) -> bool:
@@ -220,23 +217,19 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     census = evidence.census
     kept = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
     if not kept:
-        raise Unfit(f"the census found no graphs that {_listed(names)} could keep alive")
+        raise Unfit(f"the census found no graphs that {listed(names)} could keep alive")
     exact = found.kind == "idle"
     yield Proposal(
         dose=Dose.of(state=", ".join(names)),
         effect=Effect.EXACT if exact else Effect.CHANGES_RESULT,
         saves=kept,
         basis=f"at most the {format_size(kept)} of activations and graphs that the census found: "
-        f"what of it belongs to earlier steps hangs on {_listed(names)}",
+        f"what of it belongs to earlier steps hangs on {listed(names)}",
         caveat=None
         if exact
-        else f"gradients end at the step then: they no longer reach earlier steps through {_listed(names)} "
+        else f"gradients end at the step then: they no longer reach earlier steps through {listed(names)} "
         "(truncated backpropagation through time)",
     )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return " and ".join(f"`{name}`" for name in names)
 
 
 @refusing
@@ -271,7 +264,7 @@ def _in_loop(
     loop = steps[-1]
     below = path[path.index(loop) + 1 :]
     if any(not isinstance(node, cst.For | cst.With | cst.SimpleStatementLine) for node in below):
-        raise Unfit(f"{_listed(names)} is carried over under a condition")
+        raise Unfit(f"{listed(names)} is carried over under a condition")
     if any(within(loop.body, cst.Continue, (cst.For, cst.While, cst.FunctionDef))):
         raise Unfit("the loop has a `continue`, which would pass over the line that detaches the state")
     why = "its graph is not needed" if idly else "gradients end with the step"

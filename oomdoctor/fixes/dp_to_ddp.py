@@ -21,7 +21,7 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _class_calls, ddp_memory
 from oomdoctor.fixes._class_calls import keyword_text, with_keyword
-from oomdoctor.fixes._step_lines import preceded
+from oomdoctor.fixes._placement import preceded
 from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop

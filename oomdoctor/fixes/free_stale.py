@@ -11,14 +11,14 @@ made by itself. There is no live form: the names are to be free when the cell is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._step_lines import preceded
-from oomdoctor.fixes._terms import Unfit, need, proposing, refusing, root_of, sites_of
+from oomdoctor.fixes._placement import preceded
+from oomdoctor.fixes._terms import Unfit, listed, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -111,23 +111,18 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     names = [one.names[0] for one in sites]
     held = sum(one.bytes for one in evidence.census.holdings if one.role in _ROLES and root_of(one.path) in names)
     if not held:
-        raise Unfit(f"the census found no parameters or optimizer state on the device that {_listed(names)} holds")
+        raise Unfit(f"the census found no parameters or optimizer state on the device that {listed(names)} holds")
     unbound = [one.names[0] for one in sites if one.kind == "left"]
-    caveat = f"deletes {_listed(names)} as they stand, for good: save what you still need of them"
+    caveat = f"deletes {listed(names)} as they stand, for good: save what you still need of them"
     if unbound:
-        caveat += f"; the cell does not make {_listed(unbound)} anew, do so afterwards"
+        caveat += f"; the cell does not make {listed(unbound)} anew, do so afterwards"
     yield Proposal(
         dose=Dose.of(names=", ".join(names)),
         effect=Effect.CHANGES_RESULT,
         saves=held,
-        basis=f"measured: the census found {format_size(held)} that the old {_listed(names)} hold",
+        basis=f"measured: the census found {format_size(held)} that the old {listed(names)} hold",
         caveat=caveat,
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    quoted = [f"`{name}`" for name in names]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
 @refusing
@@ -139,9 +134,9 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     names = [one.names[0] for one in sites]
     first = rewriting.statement_at(parsed, min(one.line for one in sites if one.kind == "rebound"))
     if not isinstance(first, cst.SimpleStatementLine):
-        raise Unfit(f"no statement of {cell} that binds {_listed(names)} was found")
+        raise Unfit(f"no statement of {cell} that binds {listed(names)} was found")
     if any(one.text.endswith("= None") for one in sites):
-        raise Unfit(f"{_listed(names)} are set to None already")
+        raise Unfit(f"{listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
     module = rewriting.replace(parsed.module, first, preceded(first, text, parsed))
     module = import_lines.insert_at_top(parsed, module, ["import gc"])

@@ -30,8 +30,8 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._class_calls import keyword
-from oomdoctor.fixes._step_lines import under
-from oomdoctor.fixes._terms import Unfit, found_or_asked, need, proposing, refusing, sites_of
+from oomdoctor.fixes._placement import under
+from oomdoctor.fixes._terms import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
@@ -239,12 +239,11 @@ def _kept_on(sites: Sequence[Site]) -> str | None:
     kept = list(dict.fromkeys(name for one in sites for name in one.names))
     if not kept:
         return None
-    named = [f"`{name}`" for name in kept[:_NAMED]]
-    more = len(kept) - len(named)
-    named += [f"{more} more"] if more else []
+    some = ", ".join(f"`{name}`" for name in kept[:_NAMED])
+    named = listed(kept) if len(kept) <= _NAMED else f"{some} and {len(kept) - _NAMED} more"
     return (
-        f"{' and '.join(filter(None, (', '.join(named[:-1]), named[-1])))} would hold no graph any more: "
-        "a later cell that calls backward through what is kept there would not train the model that made it"
+        f"{named} would hold no graph any more: a later cell that calls backward through what is kept there would not "
+        "train the model that made it"
     )
 
 

@@ -29,9 +29,17 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _class_calls
-from oomdoctor.fixes._step_lines import under
-from oomdoctor.fixes._terms import Unfit, check_host_room, check_not_stepping, found_or_asked, need, proposing, refusing
-from oomdoctor.fixes.optimizer_settings import in_the_step
+from oomdoctor.fixes._placement import under
+from oomdoctor.fixes._terms import (
+    Unfit,
+    check_host_room,
+    check_not_stepping,
+    found_or_asked,
+    in_the_step,
+    need,
+    proposing,
+    refusing,
+)
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,12 +23,13 @@ from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._micro_writer import Writer, block_at
 from oomdoctor.fixes._samples import LossForm, called, loss_made_by
 from oomdoctor.fixes._step import Split, plan
-from oomdoctor.fixes._step_statements import unmoved
 from oomdoctor.fixes._terms import (
     Unfit,
     check,
     check_short,
     check_training,
+    fitting,
+    in_parts_of,
     model_facts,
     need,
     proposing,
@@ -43,7 +44,6 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
-from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.book import Book
@@ -78,13 +78,6 @@ _FEW: Final = 3
 _OVERHEAD: Final = 0.02
 """Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 
-_LAYER: Final = re.compile(r"(torch\.)?nn\.[A-Z]\w+$")
-_NO_FORWARD: Final = frozenset(
-    {"parameters", "named_parameters", "zero_grad", "train", "eval", "state_dict", "load_state_dict", "to", "cuda"}
-    | {"modules", "children", "buffers", "requires_grad_", "item", "size", "step"}
-)
-"""Methods of a model that run none of its layers."""
-
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the steps that end in a backward pass in what the failing cell runs."""
@@ -107,18 +100,8 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     splittable = activations + (incident.requested or 0)
     if not splittable:
         raise Unfit("no activations were found that splitting the batch could save")
-    sizes = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
-    doses = [parts for parts in _PARTS if parts <= max(sizes, default=_PARTS[-1])]
-    if not doses:
-        raise Unfit("the batch has one sample: there is nothing to split")
-    for parts in doses:
-        yield Proposal(
-            dose=Dose.of(parts=parts),
-            effect=Effect.EQUIVALENT,
-            saves=splittable * (parts - 1) // parts,
-            slowdown=1 + _OVERHEAD * parts,
-            basis=f"analytic estimate: 1/{parts} of {format_size(splittable)} of activations, batch and request",
-        )
+    counts = fitting(_PARTS, evidence)
+    yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=_OVERHEAD)
 
 
 def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
@@ -259,18 +242,10 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     bodies = {one.name: one.function for one in program.scopes}
     owned |= {text: bodies.get(f"{facts.type_name}.forward") for text, facts in models.items() if facts is not None}
     methods = {text: node for text, node in owned.items() if isinstance(node, ast.FunctionDef)}
-    named = dict.fromkeys(_layers(trees), "") if not function else {}
-    named |= {text: facts.type_name if facts else "" for text, facts in models.items()}
-    named = {text: kind for text, kind in named.items() if text not in losses}
+    named = {text: facts.type_name if facts else "" for text, facts in models.items() if text not in losses}
 
     def is_model(text: str) -> bool:
         return text in named or (text not in losses and text not in functions and called_like_a_model(text))
-
-    def of_model(text: str) -> bool:
-        """Tell whether a call of ``text`` runs layers of a model: it is one, or a method of one."""
-        owner, _, method = text.rpartition(".")
-        path = model_facts(code, facts, owner) if owner and owner not in local else None
-        return is_model(text) or (method not in _NO_FORWARD and bool(owner) and (path is not None or is_model(owner)))
 
     def makes_graph(node: ast.AST, depth: int = 2) -> bool:
         roots = {text.partition(".")[0] for text in named if not text.startswith("self.")} - {"self"}
@@ -278,7 +253,8 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
             return True
         for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
             text = called(call.func)
-            if of_model(text) or any(is_model(called(argument)) for argument in call.args if called(argument)):
+            given = (text, text.rpartition(".")[0], *map(called, call.args))
+            if any(map(is_model, filter(None, given))):
                 return True
             own = program.function(text.rpartition(".")[2]) if text and program.is_own(text) else None
             if depth and own is not None and any(makes_graph(one, depth - 1) for one in own.body):
@@ -291,8 +267,8 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     plain |= {name for tree in trees for node in ast.walk(tree) for name, _ in imported(node)}
     plain |= {n.name for one in trees for n in ast.walk(one) if isinstance(n, ast.ClassDef)}
     plain |= {model.path for model in code.models} | {path for path, _ in code.optimizers} if not function else set()
-    constants = set(_constants(book, program, region))
-    batch = tuple(name for name in batch_of(region) if name not in plain | constants)
+    plain |= set(_constants(book, program, region))
+    batch = tuple(name for name in batch_of(region) if name not in plain)
     return Split(
         batch=batch,
         models=named,
@@ -300,16 +276,9 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
         makes_graph=makes_graph,
         masks_targets=any("-100" in page.cell.source for page in book.pages),
         functions=functions | methods,
-        plain=plain | constants,
+        plain=plain,
         dim=dim,
     )
-
-
-def _layers(trees: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that are bound to layers of torch."""
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Assign) and _LAYER.match(called(getattr(unmoved(node.value), "func", node))):
-            yield ast.unparse(node.targets[0])
 
 
 def _constants(book: Book, program: Program, region: Region) -> Iterator[str]:

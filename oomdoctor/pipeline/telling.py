@@ -175,7 +175,7 @@ def foresee(
 def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor.evidence import devices
     from oomdoctor.evidence.moment import collect
-    from oomdoctor.fixes import smaller_batch
+    from oomdoctor.fixes import smaller_inputs
     from oomdoctor.forecast.foresee import Batches, foresee
     from oomdoctor.model.plan import Place
     from oomdoctor.views.words import device_name, known
@@ -202,7 +202,7 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
         here,
         lambda on, line, *failed: found if line is None and on is session else observed(on, line, *failed),
         list(fixes.catalogue().values()),
-        Batches(now=smaller_batch.batch_size, at=smaller_batch.at_batch),
+        Batches(now=smaller_inputs.batch_size, at=smaller_inputs.at_batch),
         host=devices.in_use()[-1],
         time_s=time_s,
     )

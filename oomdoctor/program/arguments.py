@@ -169,15 +169,22 @@ def _is_looped(parsed: rewriting.ParsedCell, node: ast.AST) -> bool:
     return any(isinstance(one, Loop) for one in ancestors(parsed.tree, node))
 
 
-def last_binding(parsed: rewriting.ParsedCell, name: str, *, bound_before: bool = False) -> Binding | None:
+def last_binding(
+    parsed: rewriting.ParsedCell,
+    name: str,
+    *,
+    function: ast.FunctionDef | None = None,
+    bound_before: bool = False,
+) -> Binding | None:
     """Return the last assignment to ``name`` in the text of the cell, ``name = name.train()`` in a loop apart.
 
     Args:
         parsed: the cell.
         name: what is assigned to.
+        function: one of the cell, where it is assigned to in that.
         bound_before: an earlier cell binds the name.
     """
-    nodes = (node for node in own_nodes(parsed.tree.body) if isinstance(node, ast.Assign | ast.AnnAssign))
+    nodes = (node for node in own_nodes((function or parsed.tree).body) if isinstance(node, ast.Assign | ast.AnnAssign))
     every = [
         (node, value)
         for node in nodes

@@ -13,7 +13,7 @@ from torch import nn
 from oomdoctor import chunked_loss
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
-from oomdoctor.fixes.chunked_loss import TOLERANCE
+from oomdoctor.fixes.chunks import TOLERANCE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence

@@ -229,10 +229,10 @@ def test_proposal_names_the_containers_and_what_they_keep() -> None:
     assert proposal.dose == Dose.of(names="losses, outputs, total, running")
     assert (proposal.saves, proposal.effect) == (7 << 20, Effect.EXACT)
     assert proposal.basis == (
-        "the census found 7.00 MiB of graphs that `losses` or `outputs` or `total` or `running` keeps alive"
+        "the census found 7.00 MiB of graphs that `losses`, `outputs`, `total` or `running` keeps alive"
     )
     assert proposal.caveat == (
-        "what `losses` or `outputs` or `total` or `running` keeps has no graph any more: "
+        "what `losses`, `outputs`, `total` or `running` keeps has no graph any more: "
         "a later `backward` through it raises an error"
     )
     kept = program()

@@ -12,7 +12,7 @@ from observed import facts
 from torch import nn
 
 from oomdoctor import fixes
-from oomdoctor.fixes import optimizer_replacement
+from oomdoctor.fixes import optimizers
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
@@ -120,7 +120,7 @@ def test_golden_diff_and_the_same_from_a_retry(installed: str) -> None:
 
 
 def test_proposal_where_a_library_is_installed(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_replacement, "_LIBRARIES", ("no_such_library", installed))
+    monkeypatch.setattr(optimizers, "_LIBRARIES", ("no_such_library", installed))
     (made,) = propose(live.INCIDENT, evidence(cells_of(SETUP, MADE, LOOP)))  # type: ignore[misc]
     parameters = (8 * 64 + 64 + 64 * 4 + 4) * 4
     assert (made.dose, made.effect, made.saves) == (
@@ -133,12 +133,12 @@ def test_proposal_where_a_library_is_installed(installed: str, monkeypatch: pyte
 
 
 def test_no_proposal(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_replacement, "_LIBRARIES", ("no_such_library",))
+    monkeypatch.setattr(optimizers, "_LIBRARIES", ("no_such_library",))
     cells = cells_of(SETUP, MADE, LOOP)
     refused = propose(live.INCIDENT, evidence(cells))
     assert isinstance(refused, Refused)
     assert "neither torchao nor bitsandbytes is installed" in refused.reason
-    monkeypatch.setattr(optimizer_replacement, "_LIBRARIES", (installed,))
+    monkeypatch.setattr(optimizers, "_LIBRARIES", (installed,))
     refused = propose(live.INCIDENT, evidence(cells, device="cpu"))
     assert isinstance(refused, Refused)
     assert "CUDA" in refused.reason

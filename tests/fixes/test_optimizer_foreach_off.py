@@ -10,7 +10,7 @@ from observed import facts
 from torch import nn
 
 from oomdoctor import fixes
-from oomdoctor.fixes.optimizer_settings import TOLERANCE
+from oomdoctor.fixes.optimizers import TOLERANCE
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch

@@ -18,14 +18,15 @@ from torch.optim.optimizer import (
 )
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import optimizer_in_backward
-from oomdoctor.fixes.optimizer_in_backward import FIX, patch, propose
+from oomdoctor.fixes import get, gradients
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
 from oomdoctor.retry.transaction import Transaction
+
+FIX = get("optimizer_in_backward")
 
 NONE = Dose()
 
@@ -121,7 +122,7 @@ def test_the_same_bits_in_parameters_state_losses_and_random_numbers(source, mak
     assert same(run(source, make, fixed=False), run(source, make, fixed=True))
 
 
-@pytest.mark.parametrize("name", sorted(optimizer_in_backward.ELEMENTWISE))
+@pytest.mark.parametrize("name", sorted(gradients.ELEMENTWISE))
 def test_every_optimizer_that_it_admits_gives_the_same_bits(name) -> None:
     def make(weights: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(weights, lr=0.01)
@@ -317,10 +318,10 @@ def evidence(source: str, space: dict[str, Any], size: int = 7 << 20) -> Evidenc
 
 
 def test_proposal_and_no_patch() -> None:
-    (proposal,) = propose(live.INCIDENT, evidence(ZERO_FIRST, program()))  # type: ignore[misc]
+    (proposal,) = FIX.propose(live.INCIDENT, evidence(ZERO_FIRST, program()))  # type: ignore[misc]
     assert proposal.effect is FIX.effect is Effect.EXACT
     assert proposal.saves == (7 << 20) - 64 * 64 * 4
-    refused = patch(live.cells_of(ZERO_FIRST), evidence(ZERO_FIRST, program()), NONE)
+    refused = FIX.patch(live.cells_of(ZERO_FIRST), evidence(ZERO_FIRST, program()), NONE)
     assert isinstance(refused, Refused)
 
 
@@ -350,7 +351,7 @@ for i, x in enumerate(batches):
     ],
 )
 def test_propose_refuses(found, why) -> None:
-    refused = propose(live.INCIDENT, found)
+    refused = FIX.propose(live.INCIDENT, found)
     assert isinstance(refused, Refused)
     assert why in refused.reason
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor import recompute
 from oomdoctor.errors import OomDoctorError, UsageError
-from oomdoctor.fixes import _recompute
+from oomdoctor.fixes import _forward
 
 ALL, HALF = ("blocks.*",), ("blocks.0", "blocks.2", "blocks.4")
 
@@ -75,7 +75,7 @@ def test_running_statistics_would_count_twice_were_they_not_spared(monkeypatch) 
         return Net(norm=True)
 
     plain = live.train(make, None, ())
-    monkeypatch.setattr(_recompute, "StateWatch", lambda path, module: nullcontext())
+    monkeypatch.setattr(_forward, "StateWatch", lambda path, module: nullcontext())
     assert not live.same(plain[1], live.train(marked(make), None, ())[1])
 
 
@@ -84,8 +84,8 @@ def test_dropout_masks_would_differ_were_random_numbers_not_kept(monkeypatch) ->
         return Net(drop=0.5)
 
     plain = live.train(make, None, ())
-    real = _recompute.checkpoint
-    monkeypatch.setattr(_recompute, "checkpoint", lambda *a, **k: real(*a, **{**k, "preserve_rng_state": False}))
+    real = _forward.checkpoint
+    monkeypatch.setattr(_forward, "checkpoint", lambda *a, **k: real(*a, **{**k, "preserve_rng_state": False}))
     assert not live.same(plain[1], live.train(marked(make), None, ())[1])
 
 

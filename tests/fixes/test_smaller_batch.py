@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from oomdoctor.fixes import catalogue, get
-from oomdoctor.fixes.smaller_batch import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, State
 from oomdoctor.model.evidence import Evidence
@@ -21,6 +20,8 @@ from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Cells
 from oomdoctor.pipeline import admitted
 from oomdoctor.testing import assert_heals
+
+FIX = get("smaller_batch")
 
 IMPORTS = """
     import torch
@@ -181,7 +182,7 @@ def rows(namespace: dict[str, Any]) -> list[int]:
 def patched(*sources: str, size: int = 16) -> Patch | Refused:
     cells = cells_of(*sources)
     namespace = run([cell.source for cell in cells.history[:-1]])
-    return patch(cells, evidence(cells, namespace), Dose.of(batch_size=size))
+    return FIX.patch(cells, evidence(cells, namespace), Dose.of(batch_size=size))
 
 
 def changed(made: Patch, sources: tuple[str, ...]) -> list[str]:
@@ -525,7 +526,7 @@ def proposals(*holdings: Holding, loader: str = "train_loader") -> Any:
     sources = (IMPORTS, DATA, MODEL, LOADER, FIT if loader == "loader" else "", LOOP.replace("train_loader", loader))
     cells = cells_of(*sources)
     namespace = run(list(sources[:-1]))
-    return propose(live.INCIDENT, evidence(cells, namespace, *holdings))
+    return FIX.propose(live.INCIDENT, evidence(cells, namespace, *holdings))
 
 
 def test_proposals_divide_the_batch_of_the_loader() -> None:
@@ -560,7 +561,7 @@ EITHER = "the same samples take 4 times as many steps"
 )
 def test_the_number_of_steps_is_told_as_the_loop_has_it(sources: tuple[str, ...], told: str) -> None:
     cells = cells_of(IMPORTS, *sources)
-    made = propose(live.INCIDENT, evidence(cells, run([IMPORTS, *sources[:-1]]), batch(32, 8)))
+    made = FIX.propose(live.INCIDENT, evidence(cells, run([IMPORTS, *sources[:-1]]), batch(32, 8)))
     assert not isinstance(made, Refused)
     quarter = made[1]
     assert quarter.dose["batch_size"] == 8
@@ -580,7 +581,7 @@ def test_what_is_not_known_is_not_proposed() -> None:
     assert "no half" in proposals(batch(3, 8), loader="other").reason
     nothing = live.evidence(roles=(), loops=(live.loop(1, 1),), holdings=(batch(8),))
     silent = live.INCIDENT.__class__(is_oom=True, family=live.INCIDENT.family)
-    refused = propose(silent, nothing)
+    refused = FIX.propose(silent, nothing)
     assert isinstance(refused, Refused)
     assert "no activations" in refused.reason
 
@@ -630,6 +631,6 @@ def test_the_batch_of_a_loop_over_slices_is_what_is_at_hand() -> None:
     namespace = run([IMPORTS, DATA, MODEL])
     namespace |= {"xb": namespace["X"][:32], "yb": namespace["Y"][:32]}
     whole = Holding(bytes=96 * 32, device="cuda:0", role=Role.BATCH, path="xb", expression="xb", shape=(96, 8))
-    proposed = propose(live.INCIDENT, evidence(cells, namespace, whole))
+    proposed = FIX.propose(live.INCIDENT, evidence(cells, namespace, whole))
     assert not isinstance(proposed, Refused)
     assert proposed[0].dose == Dose.of(batch_size=16)

@@ -1,13 +1,18 @@
-"""Another optimizer in the place of Adam: its state in 8 bits, Adafactor, or SGD with momentum.
+"""What an optimizer takes: another one in the place of Adam, or a step that takes the parameters one by one.
 
 Adam keeps two values for each weight, 8 bytes in float32. ``optimizer_8bit``: by torchao or bitsandbytes, where one of
 them is installed, they take 2, with a scale for each block of them; both are made for CUDA devices, so that nothing is
 proposed elsewhere, the virtual accelerator included. ``lighter_optimizer``: Adafactor keeps one value for each row and
 column of a matrix, SGD with momentum one for each weight. Both train in another way, and their learning rates mean
-something else, so this is the user's to choose.
+something else, so this is the user's to choose. The optimizer is made where it was made before, and schedulers on it
+with it; it begins without a history. There is no live form: a loop that holds the old optimizer would go on stepping
+it.
 
-The optimizer is made where it was made before, and schedulers on it with it; it begins without a history. There is no
-live form: a loop that holds the old optimizer would go on stepping it.
+``optimizer_foreach_off``: on CUDA the optimizers of torch take the foreach implementation unless they are told
+otherwise: each operation of the step works on a list of all parameters, and so do its intermediate results. The loop
+over parameters needs the largest of them alone. It is offered where the memory ran out in the step itself. The kernels
+for lists may round differently from those for single tensors, so on a device the results are equal up to rounding.
+Source: pytorch/pytorch issue 114165 (a maintainer: foreach operations need not be bitwise equal to single-tensor ones).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _class_calls, _trainers
-from oomdoctor.fixes._terms import Unfit, kind_of_device, proposing, refusing
+from oomdoctor.fixes._terms import Unfit, in_the_step, kind_of_device, proposing, refusing
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -215,6 +220,59 @@ def _call(call: cst.Call, maker: _Maker) -> cst.Call:
     return call.with_changes(func=cst.parse_expression(name))
 
 
+TOLERANCE: Final = 1e-5
+"""Relative difference of parameters in float32: single and list kernels may contract operations differently."""
+_LAUNCHES: Final = 1.05
+"""Time of a step with more and smaller kernels, as a ratio. A round figure, not measured."""
+
+
+@proposing
+def _propose_one_by_one(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where the memory ran out in a step that goes through lists."""
+    listed = _listed(evidence)
+    if not listed:
+        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
+    if not in_the_step(incident):
+        raise Unfit("the memory did not run out in an optimizer's step, where the lists are made")
+    # Optimizers step one after the other.
+    most = max(listed, key=_spared)
+    if _spared(most) <= 0:
+        raise Unfit("most of what the optimizer steps is one or two parameters: a list is hardly larger")
+    yield Proposal(
+        effect=Effect.EQUIVALENT,
+        saves=_spared(most),
+        slowdown=_LAUNCHES,
+        basis=f"estimate: an intermediate result of the {format_size(most.parameter_bytes)} of parameters of "
+        f"`{most.path}`, less two of the largest",
+    )
+
+
+def _spared(optimizer: OptimizerFacts) -> int:
+    """Return what a list of one intermediate result takes beyond the two that a single parameter needs.
+
+    Source: ``torch.optim.adam``: ``_multi_tensor_adam`` makes one list of square roots, ``_single_tensor_adam`` a root
+    and a quotient of it.
+    """
+    return optimizer.parameter_bytes - 2 * optimizer.largest_bytes
+
+
+def _listed(evidence: Evidence) -> list[OptimizerFacts]:
+    return [one for one in evidence.code.steppers if one.foreach]
+
+
+@refusing
+def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with ``foreach=False`` where the optimizers are made."""
+    found = {_class_calls.made(cells, facts): facts for facts in _listed(evidence)}
+    if not found:
+        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
+    told = {one: _class_calls.with_keyword(one.node, "foreach", "False") for one in found}
+    # A comprehension leaves no name behind.
+    lines = "{0}.defaults.update(foreach=False)", "[group.update(foreach=False) for group in {0}.param_groups]"
+    live = {one: [line.format(facts.path) for line in lines] for one, facts in found.items() if one.is_live(cells)}
+    return _class_calls.exchanged(cells, told, live=live)
+
+
 FIXES: Final = (
     Fix(
         id="optimizer_8bit",
@@ -234,5 +292,15 @@ FIXES: Final = (
         cost="another course of the training; its learning rate has to be found anew",
         propose=_propose_lighter,
         patch=partial(_patch, "lighter_optimizer"),
+    ),
+    Fix(
+        id="optimizer_foreach_off",
+        title="Step the parameters one by one instead of in lists of all of them",
+        effect=Effect.EQUIVALENT,
+        tolerance=TOLERANCE,
+        joins=True,
+        cost="more and smaller kernels in the optimizer's step",
+        propose=_propose_one_by_one,
+        patch=_patch_one_by_one,
     ),
 )

@@ -1,36 +1,52 @@
-"""Steps each parameter as soon as its gradient is there, and lets go of it: never are all gradients there at once.
+"""Gradients that are held no longer than they are needed.
 
-A hook on each parameter runs the optimizer's own step on that parameter alone, with the state and the options that it
-has, so its state, its schedulers and its checkpoints stay what they were. The results are the same bits where an
-optimizer treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up
-or reads them is refused. What looks at parameters or changes settings between the backward pass and the step is for the
-trial to find. A backward pass still needs no parameter that was stepped already: those that it does need are not
-stepped before.
+``optimizer_in_backward``: a hook on each parameter runs the optimizer's own step on that parameter alone, as soon as
+its gradient is there, with the state and the options that it has, so its state, its schedulers and its checkpoints stay
+what they were. The results are the same bits where an optimizer treats each element by itself and the program uses
+gradients for the step alone: what clips, scales, sums up or reads them is refused. What looks at parameters or changes
+settings between the backward pass and the step is for the trial to find. A backward pass still needs no parameter that
+was stepped already: those that it does need are not stepped before. There is no patch: the hooks belong to the live
+parameters, and a cell that set them would set them anew each time that it is run.
 
-There is no patch: the hooks belong to the live parameters, and a cell that set them would set them anew each time that
-it is run.
+``set_to_none``: ``zero_grad(set_to_none=False)`` keeps tensors of zeros as large as the parameters for the whole
+forward pass. Without them, the first gradient of a step is taken as it is and not added to zeros. The results differ in
+one case: a parameter that had a gradient before and gets none in a step is passed over by the optimizer and not stepped
+with zeros. While the changed code runs, a guard watches for that and refuses when it happens.
 
-Source: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+Sources: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html,
+https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Final
+from weakref import ref
+
+import libcst as cst
+import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._terms import Unfit, proposing, running_loops
+from oomdoctor.fixes._terms import Unfit, proposing, refusing, running_loops, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import submodules
+from oomdoctor.objects.known import Objects
+from oomdoctor.program import rewriting, words
+from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.ground import ground
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.rewriting import within
 
 ELEMENTWISE: Final = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
@@ -45,7 +61,7 @@ _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDa
 
 
 @proposing
-def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where gradients took memory and nothing but the step uses them."""
     code = evidence.code
     loops = running_loops(evidence)
@@ -69,13 +85,13 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     )
 
 
-def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+def _patch_early(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Refuse: it is done on the live parameters."""
     return Refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run")
 
 
 @contextmanager
-def apply(session: Session, dose: Dose) -> Iterator[None]:
+def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
     """Step the parameters of the session's optimizers within ``backward``; undone on exit.
 
     Raises:
@@ -209,14 +225,112 @@ def _take_off(weight: Any, handle: Any) -> None:
         weight._post_accumulate_grad_hooks = None  # as it was before the first one
 
 
-FIX: Final = Fix(
-    id="optimizer_in_backward",
-    title="Step each parameter within the backward pass, as soon as its gradient is there",
-    effect=Effect.EXACT,
-    frees=(Role.GRADIENT,),
-    cost="the optimizer is called once for each parameter",
-    propose=propose,
-    apply=apply,
-    patch=patch,
-    leaves=(".grad",),
+_NOWHERE: Final = "no call of zero_grad was found that keeps the gradients"
+_KEEPING: Final = m.Call(
+    func=m.Attribute(attr=m.Name("zero_grad")),
+    args=[m.Arg(keyword=None, value=m.Name("False"), star="") | m.Arg(m.Name("False"), m.Name("set_to_none"))],
+)
+
+
+def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find each ``zero_grad`` that fills gradients with zeros and does not free them."""
+    return tuple(
+        site("zeroed", scope, node)
+        for scope in ground(program).reach
+        for node in own_nodes(scope.body)
+        if isinstance(node, ast.Call) and words.last_name(node) == "zero_grad" and _keeps(node)
+    )
+
+
+def _keeps(call: ast.Call) -> bool:
+    values = [one.value for one in call.keywords if one.arg == "set_to_none"] + call.args[:1]
+    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+
+
+@proposing
+def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where a call keeps the gradients and the census saw some."""
+    if evidence.code.first("set_to_none") is None:
+        raise Unfit(_NOWHERE)
+    if (incident.framework_frame or "").startswith("torch/optim/"):
+        raise Unfit("memory ran out in the optimizer's step, where the gradients have to be there")
+    gradients = evidence.census.bytes_of(Role.GRADIENT)
+    if not gradients:
+        raise Unfit("the census found no gradients that setting them to None would free")
+    yield Proposal(
+        effect=Effect.EXACT,
+        saves=gradients,
+        basis=f"the census found {format_size(gradients)} of gradients, which would not be there in a forward pass",
+    )
+
+
+@contextmanager
+def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
+    """Watch that each parameter which had a gradient has one again in every further step of its optimizer."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    had: dict[int, ref[Any]] = {}
+
+    def note(weights: Iterable[Any]) -> None:
+        for weight in weights:
+            if weight.grad is not None:
+                had[id(weight)] = ref(weight)
+            elif id(weight) in had and had[id(weight)]() is weight:
+                raise OomDoctorError(
+                    "a parameter gets no gradient in some steps: the optimizer steps it with zeros, and with None not"
+                )
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        note(weights_of(optimizer))
+
+    for _, module in session.modules:
+        note(module.parameters())
+    for _, optimizer in session.optimizers:
+        note(weights_of(optimizer))
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@refusing
+def _patch_none(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Return the cells with the gradients let go of where they are known to be kept."""
+    sites = sites_of(evidence, "set_to_none", _NOWHERE)
+
+    def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
+        lines = {one.line for one in here}
+        calls = [call for call in within(parsed.module, cst.Call) if m.matches(call, _KEEPING)]
+        return {call.args[0].value: cst.Name("True") for call in calls if parsed.lines_of(call)[0] in lines}
+
+    return rewriting.at_sites(cells, sites, change)
+
+
+FIXES: Final = (
+    Fix(
+        id="optimizer_in_backward",
+        title="Step each parameter within the backward pass, as soon as its gradient is there",
+        effect=Effect.EXACT,
+        frees=(Role.GRADIENT,),
+        cost="the optimizer is called once for each parameter",
+        propose=_propose_early,
+        apply=_apply_early,
+        patch=_patch_early,
+        leaves=(".grad",),
+    ),
+    Fix(
+        id="set_to_none",
+        title="Let go of gradients where they are zeroed",
+        effect=Effect.EXACT,
+        frees=(Role.GRADIENT,),
+        joins=True,
+        cost="nothing",
+        propose=_propose_none,
+        patch=_patch_none,
+        detect=_detect_kept,
+        guard=_guard_none,
+        leaves=(".grad",),
+    ),
 )
