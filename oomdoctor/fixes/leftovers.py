@@ -2,8 +2,8 @@
 
 ``clear_output_cache``: ``Out[n]``, ``_n``, ``_``, ``__`` and ``___`` keep what the last line of a cell showed, a whole
 autograd graph included. Removed are just the entries that hold tensors and that the failing cell does not read; a name
-of the user's own for the same object is left alone. In the source, a semicolon behind the last line of the cell keeps
-its result out of the cache; the line still runs.
+of the user's own for the same object is left alone. A semicolon behind the last line of a cell keeps its result out of
+the cache from the beginning.
 
 ``release_traceback``: IPython and the interpreter keep the last failure for ``%debug`` and ``%tb``, and its frames keep
 every local variable that they had. The failure at hand is left alone, as it is still to be shown and is released by the
@@ -29,15 +29,13 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Any, Final
 
-import libcst as cst
-
 from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import DeviceMemory, Role
-from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.objects.kinds import plain_dict
@@ -49,15 +47,6 @@ from oomdoctor.program.names import read_names
 
 _LAST: Final = ("_", "__", "___")
 _ENTRY: Final = re.compile(r"Out\[(\d+)\]")
-_REPLAY: Final = """\
-if NUMBER in Out:
-    _shell, _value = get_ipython(), Out.pop(NUMBER)
-    for _names in (_shell.user_ns, _shell.user_ns_hidden, vars(_shell.displayhook)):
-        _names.pop("_NUMBER", None)
-        _names.update([(_name, "") for _name in ("_", "__", "___") if _names.get(_name) is _value])
-    del _shell, _value, _names
-"""
-"""What makes a namespace as if the cell had not shown its result."""
 
 
 @proposing
@@ -125,33 +114,11 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _patch_outputs(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put a semicolon behind the last line of every cell whose result the census found in the cache."""
+    """Refuse, and say what would keep the results out of the cache from the beginning."""
     paths = [one.path for one in evidence.census.holdings if one.role is Role.OUTPUT_CACHE]
-    numbers = sorted({int(match[1]) for path in paths if (match := _ENTRY.match(path))})
-    if not numbers:
-        return Refused("no cell is known to have shown what the output cache keeps")
-    read = set().union(*(_names_read(cell.source) for cell in cells.history))
-    if read & {"Out", "_oh", *_LAST, *(f"_{number}" for number in numbers)}:
-        return Refused("a cell reads its results from the output cache")
-    edits = tuple(edit for cell in cells.history if cell.number in numbers for edit in _silenced(cell))
-    if not edits:
-        return Refused("the cells that showed it end in no expression that a semicolon could keep out of the cache")
-    return Patch(edits=edits)
-
-
-def _silenced(cell: Cell) -> Iterator[Edit]:
-    """Yield the change of a cell that ends in an expression to one that does not show it."""
-    parsed = rewriting.read(cell.source)
-    last = parsed.module.body[-1] if isinstance(parsed, rewriting.ParsedCell) and parsed.module.body else None
-    final = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else None
-    if isinstance(parsed, Refused) or not isinstance(last, cst.SimpleStatementLine) or not isinstance(final, cst.Expr):
-        return
-    if isinstance(final.semicolon, cst.MaybeSentinel):
-        quiet = last.with_changes(body=[*last.body[:-1], final.with_changes(semicolon=cst.Semicolon())])
-        after = rewriting.write(parsed, rewriting.replace(parsed.module, last, quiet))
-        if isinstance(after, str):
-            replay = _REPLAY.replace("NUMBER", str(cell.number))
-            yield Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
+    shown = sorted({f"In[{match[1]}]" for path in paths if (match := _ENTRY.match(path))})
+    where = " and ".join(shown) or "the cell that showed it"
+    return Refused(f"nothing in the code has to change: with a semicolon at its end, {where} keeps no result")
 
 
 _LAST_FAILURE: Final = ("last_exc", "last_type", "last_value", "last_traceback")
