@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Final
 
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound
+from oomdoctor.program.names import arguments_of
 from oomdoctor.program.words import Result
 
 
@@ -44,11 +45,6 @@ def called(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute) and (base := called(node.value)):
         return f"{base}.{node.attr}"
     return ""
-
-
-def parameters_of(function: ast.FunctionDef) -> list[str]:
-    """Return the names of what a function is given by position, a method's object left out."""
-    return [one.arg for one in (*function.args.posonlyargs, *function.args.args) if one.arg != "self"]
 
 
 def loss_made_by(node: ast.AST) -> LossForm | None:
@@ -176,9 +172,7 @@ class Samples:
     def _returned(self, call: ast.Call) -> list[Value]:
         """Follow a function of the cells, and return what it returns last."""
         function = self.functions[called(call.func)]
-        parameters = parameters_of(function)
-        given: dict[str, Any] = dict(zip(parameters, call.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        given = arguments_of(call, function)
         texts = {one: called(value) for one, value in given.items()}
         inside = replace(
             self,

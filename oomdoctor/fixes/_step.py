@@ -25,6 +25,7 @@ from oomdoctor.fixes._step_statements import (
     key_of,
     kind_of_batch,
     loss_of,
+    makes_tensor,
     moves_only,
     only_counted,
     order_of,
@@ -135,7 +136,7 @@ class _Planner:
         self._graph = self._with_graph()
         batch = {name for unit in self.units if id(unit) in self.leading for name in reads_of(unit)} & {*split.batch}
         self._batch = tuple(name for name in split.batch if name in batch)
-        self._is_late = bool(self._graph) and (late or not batch)
+        self._is_late = bool(self._graph) and (late or not batch or self._is_given_more())
 
     def step(self, weigh: str) -> Step:
         """Return the plan."""
@@ -223,6 +224,17 @@ class _Planner:
             dim=split.dim,
             is_plain=not split.dim and not carried and self._is_given(names, places),
         )
+
+    def _is_given_more(self) -> bool:
+        """Tell whether a model is given tensors that the region makes and not of the batch, as labels and noise."""
+        graph = [unit for unit in self.units if id(unit) in self._graph]
+        given, tainted = {name for unit in graph for name in data_of(unit, self._batch)}, {*self._batch}
+        for unit in self.units:
+            if reads_of(unit) & tainted or id(unit) in self._graph:
+                tainted |= binds_of(unit)
+            elif bound(unit) & given and makes_tensor(unit):
+                return True
+        return False
 
     def _is_given(self, names: Iterable[str], places: Mapping[int, str]) -> bool:
         """Tell whether all names come from the loop or the caller, or are moved from there."""

@@ -6,11 +6,11 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from oomdoctor.fixes._samples import called, parameters_of
+from oomdoctor.fixes._samples import called
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound, reads
-from oomdoctor.program.names import blocks_of
+from oomdoctor.program.names import arguments_of, blocks_of
 from oomdoctor.program.regions import backwards_in
 from oomdoctor.program.words import Result
 
@@ -123,6 +123,11 @@ def only_counted(nodes: Iterable[ast.stmt], name: str) -> bool:
     )
 
 
+def makes_tensor(node: ast.stmt) -> bool:
+    value = unmoved(node.value) if isinstance(node, ast.Assign) else None
+    return isinstance(value, ast.Call) and called(value.func).partition(".")[0] == "torch"
+
+
 def selects(node: ast.stmt, indices: Collection[str]) -> bool:
     """Tell whether a statement takes entries by a mask, which is none of ``indices``: positions of rows."""
     value = node.value if isinstance(node, ast.Assign) else None
@@ -198,7 +203,6 @@ def _uses(
         owner, _, method = called(part.func).rpartition(".")
         function = functions.get(f"self.{method}" if owner and owner != name else method)
         if function is not None:
-            given = [p for p, value in zip(parameters_of(function), part.args, strict=False) if called(value) == name]
-            given += [keyword.arg for keyword in part.keywords if keyword.arg and called(keyword.value) == name]
+            given = [one for one, value in arguments_of(part, function).items() if called(value) == name]
             inner = {one: node for one, node in functions.items() if node is not function}
             yield from (use for one in given for use in _uses(function.body, one, inner))

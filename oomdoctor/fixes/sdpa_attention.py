@@ -20,10 +20,13 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import libcst as cst
@@ -41,10 +44,11 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
+from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.ground import ground
 from oomdoctor.program.import_lines import insert_at_top
-from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes, target_names
+from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes
 from oomdoctor.program.rewriting import within
 
 TOLERANCE: Final = 1e-5
@@ -205,45 +209,35 @@ def _sets_it(node: ast.Assign) -> bool:
 
 def _softmax_of_scores(scope: Scope) -> ast.expr | None:
     """Return the softmax of what has a product in it that goes into a further product."""
-    done = [(node, made) for node in own_nodes(scope.body) if (made := operation(node)) is not None]
-    products = [(node, made.operands) for node, made in done if made.name in _PRODUCTS]
-    softmaxes = [(node, made.operands) for node, made in done if made.name == "softmax"]
-    scores = _bound_to(scope, [node for node, _ in products])
-    for softmax, of in softmaxes:
-        weights = _bound_to(scope, [softmax])
-        if _mentions(of, scores, [node for node, _ in products]) and any(
-            _mentions(factors, weights, [softmax]) for _, factors in products
+    body = [_AsCalls().visit(deepcopy(node)) for node in scope.body]
+    calls = [(node, made) for node in own_nodes(body) if isinstance(node, ast.Call) and (made := operation(node))]
+    of_scores = Flow(makes=_is_one_of(_PRODUCTS), stops=_is_one_of(_SHAPES), of_graphs=False)
+    scores = of_scores.spread(body, ())
+    for softmax, of in ((node, made.operands) for node, made in calls if made.name == "softmax"):
+        ends = _is_one_of(_SHAPES | _PRODUCTS)
+        of_weights = Flow(makes=partial(operator.is_, softmax), stops=ends, of_graphs=False)
+        weights = of_weights.spread(body, ())
+        factors = [factor for _, made in calls if made.name in _PRODUCTS for factor in made.operands]
+        if any(of_scores.carries(one, scores) for one in of) and any(
+            of_weights.carries(one, weights) for one in factors
         ):
-            return softmax  # type: ignore[return-value]
+            return softmax
     return None
 
 
-def _bound_to(scope: Scope, made: list[ast.AST]) -> set[str]:
-    """Return the names that hold one of ``made``, scaled, masked or dropped out."""
-    names: set[str] = set()
-    while True:
-        more = {
-            name
-            for node in own_nodes(scope.body)
-            if isinstance(node, ast.Assign | ast.AugAssign) and _mentions([node.value], names, made, through=False)
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            for name in target_names(target)
-        }
-        if more <= names:
-            return names
-        names |= more
+def _is_one_of(names: Collection[str]) -> Callable[[ast.Call], bool]:
+    return lambda call: (made := operation(call)) is not None and made.name in names
 
 
-def _mentions(values: Iterable[ast.AST], names: set[str], made: list[ast.AST], *, through: bool = True) -> bool:
-    """Whether one of ``values`` is made of ``names`` or of ``made``; with ``through`` off, not by another product."""
-    for node in values:
-        if any(node is one for one in made) or (isinstance(node, ast.Name) and node.id in names):
-            return True
-        called = operation(node)
-        ends = called is not None and called.name in (_SHAPES if through else _SHAPES | _PRODUCTS | {"softmax"})
-        if not ends and _mentions(ast.iter_child_nodes(node), names, made, through=through):
-            return True
-    return False
+class _AsCalls(ast.NodeTransformer):
+    """Writes each product of matrices as a call."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.MatMult):
+            return node
+        call = ast.Call(ast.Name("matmul", ast.Load()), [node.left, node.right], [])
+        return ast.copy_location(call, node)
 
 
 FIX: Final = Fix(
