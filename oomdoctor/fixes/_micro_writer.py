@@ -91,8 +91,7 @@ class Writer:
         found = list[cst.BaseStatement]()
         for at, (node, line) in enumerate(pairs):
             if isinstance(node, ast.Expr) or not backwards_in(node):
-                place = self._step.places[id(node)]
-                if place == where or (place == "both" and where != "before"):
+                if self._step.places[id(node)] == where:
                     found += self._weighted(node, line) if id(node) in self._step.losses else [line]
                 continue
             found += self._share_of_branch(node, [one for one, _ in pairs[:at]]) if where == "inner" else []

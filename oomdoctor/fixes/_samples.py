@@ -153,9 +153,7 @@ class Samples:
             return
         for at, part in enumerate(target.elts):
             if isinstance(part, ast.Name):
-                item = self._item(value, at, len(target.elts))
-                is_one = isinstance(value, ast.Tuple) or "loss" in part.id.lower() or item.shape is not Shape.MEAN
-                self.names[part.id] = item if is_one else _ROWS  # of what a function of losses returns
+                self.names[part.id] = self._item(value, at, len(target.elts))
 
     def _item(self, value: ast.expr, at: int, length: int) -> Value:
         """Return what one of several names is bound to that a value is taken apart into."""

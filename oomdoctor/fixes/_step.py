@@ -72,8 +72,7 @@ class Step:
         names: what is split, in the order of the loop's target.
         kind: ``tensors`` (each name is one), ``dict`` or ``list`` (one name holds several).
         key: source text of an entry that is taken of that one name, empty where none is by itself.
-        places: where each statement goes, by its identity: ``before``, ``inner``, ``after``, or ``both`` of the
-            last two, where it counts the rows of a part and then those of the batch.
+        places: where each statement goes, by its identity: ``before``, ``inner`` or ``after``.
         losses: by the identity of each statement with ``backward``, the reduction of its loss: mean or sum, over all or
             over the counted entries of a target.
         loss: the name of the loss, None if ``backward`` is called on an expression.
@@ -140,18 +139,17 @@ class _Planner:
 
     def step(self, weigh: str) -> Step:
         """Return the plan."""
-        carried, again, both = list[str](), set[int](), set[int]()
+        carried, again = list[str](), set[int]()
         taken, hoisted = self._unpacked()
         out = set(hoisted)
         while True:
             names = (*dict.fromkeys((*self._begin(taken, hoisted), *self._made(hoisted - out), *carried)),)
             places = self._sorted(names, hoisted, again)
             inner = [unit for unit in self.units if places[id(unit)] == "inner"]
-            places |= dict.fromkeys(both, "both")
             used = self._used(places)
-            counting, more = self._to_hoist(inner, places, names, used)
-            if not more <= hoisted or not counting <= both:
-                hoisted, both = hoisted | more, (both | counting) - more
+            more = self._to_hoist(inner, places, names, used)
+            if not more <= hoisted:
+                hoisted |= more
                 continue
             written = {name for unit in inner for name in binds_of(unit)}
             loose = read_first(inner, all_run=True) & written - {*names}
@@ -339,18 +337,17 @@ class _Planner:
 
     def _used(self, places: Mapping[int, str]) -> set[str]:
         """Return the names that are read outside of the statements for each part, and not bound anew before."""
-        behind = [unit for unit in self.units if places[id(unit)] in ("after", "both")]
+        behind = [unit for unit in self.units if places[id(unit)] == "after"]
         return read_first(behind, loops_run=False) | self._region.read_behind
 
     def _to_hoist(
         self, inner: Sequence[ast.stmt], places: Mapping[int, str], names: Sequence[str], used: set[str]
-    ) -> tuple[set[int], set[int]]:
+    ) -> set[int]:
         """Return statements that make what is used after the step from the batch alone.
 
-        Those that count its rows are done for a part and again for the batch, others for the batch before, as those are
-        whose graph the regions behind this one need.
+        They are done for the batch before, as those are whose graph the regions behind this one need.
         """
-        counting, more, wanted = set[int](), set[int](), set[str]()
+        more, wanted = set[int](), set[str]()
         rest = [unit for unit in self.units if places[id(unit)] == "after"]
         rest += self._region.block[self._region.end :]
         for unit in reversed(inner):
@@ -361,11 +358,9 @@ class _Planner:
             if binds & wanted or (not is_data and binds & self._shared):
                 more.add(id(unit))
                 wanted |= reads_of(unit)
-            elif is_data and counts_only(unit) and binds & used:
-                counting.add(id(unit))
             elif is_data and (found := binds & used):
                 moves = moves_only(unit, TO_DEVICE) and found <= {*names}
                 if not moves or not all(only_counted(rest, name) for name in found):
                     more.add(id(unit))
                     wanted |= reads_of(unit)
-        return counting, more
+        return more
