@@ -308,6 +308,8 @@ class _Planner:
             depends = depends or leads  # what it binds anew, it binds for each part
             anew = {name for one in self.units[at + 1 :] if id(one) in self.leading for name in binds_of(one)}
             is_inner = leads or (id(unit) not in self._behind and bool(reads_of(unit) & tainted & anew))
+            if is_inner and not leads and self._loss in reads_of(unit):
+                raise Unfit(f"line {unit.lineno} uses `{self._loss}`, which is bound anew before the backward pass")
             places[id(unit)] = "inner" if is_inner else "after"
             tainted |= binds_of(unit) if depends else set()
             behind.append(unit)

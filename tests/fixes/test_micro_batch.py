@@ -949,6 +949,9 @@ REFUSED = {
     "arguments": (
         HEAD + "    loss = criterion(model(x), y)\n    loss.backward(retain_graph=True)\n    optimizer.step()\n"
     ),
+    "bound anew before the backward pass": (
+        HEAD + "    loss = criterion(model(x), y)\n    if rarely():\n        log(loss)\n    loss = loss / 2\n" + TAIL
+    ),
     "how the step goes on": (HEAD + "    loss = criterion(model(x), y)\n    if loss > 9:\n        continue\n" + TAIL),
 }
 
