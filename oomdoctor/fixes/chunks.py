@@ -24,7 +24,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import libcst as cst
@@ -177,21 +177,36 @@ def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = 
     if not sites:
         raise Unfit("no call of a model was found in what the failing cell runs")
 
+    named = {one: one.names[-1] for one in sites}
+    return _wrapped(cells, named, "in_parts", "model_in_parts", dose.number("chunks"), moves=moves)
+
+
+def _wrapped(
+    cells: Cells, named: Mapping[Site, str], helper: str, otherwise: str, chunks: int, *, moves: bool = False
+) -> Patch | Refused:
+    """Return the cells with ``helper(f, chunks)(x)`` for each call ``f(x)``.
+
+    Args:
+        named: what is called at each site.
+        otherwise: what the helper is called where its name is taken.
+        moves: take away what moves the first argument to a device.
+    """
+
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module:
-        name = import_lines.name_for("oomdoctor", "in_parts", cells.beside(cells.get(here[0].cell)), "model_in_parts")
+        by = import_lines.name_for("oomdoctor", helper, cells.beside(cells.get(here[0].cell)), otherwise)
         changes: dict[cst.CSTNode, rewriting.New] = {}
         for call in rewriting.within(parsed.module, cst.Call):
-            called = {one.names[-1] for one in here if one.line == parsed.lines_of(call)[0]}
-            model = rewriting.text_of(call.func) if called else ""
-            if called and ast.unparse(ast.parse(model, mode="eval")) in called:
-                changes[call.func] = cst.parse_expression(f"{name}({model}, {dose.number('chunks')})")
+            called = {named[one] for one in here if one.line == parsed.lines_of(call)[0]}
+            text = rewriting.text_of(call.func) if called else ""
+            if called and ast.unparse(ast.parse(text, mode="eval")) in called:
+                changes[call.func] = cst.parse_expression(f"{by}({text}, {chunks})")
                 first = call.args[0].value if call.args else None
                 if moves and isinstance(first, cst.Call) and m.matches(first, _TO_DEVICE):
                     changes[first] = cst.ensure_type(first.func, cst.Attribute).value
-        imports = [import_lines.source_of("oomdoctor", "in_parts", name)]
+        imports = [import_lines.source_of("oomdoctor", helper, by)]
         return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
-    return rewriting.at_sites(cells, sites, change)
+    return rewriting.at_sites(cells, list(named), change)
 
 
 def _detect_loss(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -316,23 +331,13 @@ def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     if not sites:
         raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
     known = {loss.path for loss in code.losses}
-
-    def changed(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module | Refused:
-        beside = cells.beside(cells.get(here[0].cell))
-        by = import_lines.name_for("oomdoctor", "chunked_loss", beside, "loss_in_chunks")
-        new: dict[cst.CSTNode, rewriting.New] = {}
-        for one in here:
-            called, stands_for, *_ = one.names
-            is_known = stands_for in known or one.kind == "made"  # which is asked when it is called
-            if not is_known and import_lines.qualified_name(beside, called) != _FUNCTION:
-                raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
-            for call in rewriting.within(parsed.module, cst.Call):
-                if parsed.code(call.func) == called and parsed.positions[call].start.line == one.line:
-                    new[call.func] = cst.parse_expression(f"{by}({called}, {dose.number('chunks')})")
-        module = rewriting.exchange(parsed.module, new)
-        return import_lines.insert_at_top(parsed, module, [import_lines.source_of("oomdoctor", "chunked_loss", by)])
-
-    return rewriting.at_sites(cells, sites, changed)
+    for one in sites:
+        called, stands_for, *_ = one.names
+        is_known = stands_for in known or one.kind == "made"  # which is asked when it is called
+        if not is_known and import_lines.qualified_name(cells.beside(cells.get(one.cell)), called) != _FUNCTION:
+            raise Unfit(f"whether `{called}` is torch's cross_entropy cannot be told from the cells")
+    named = {one: one.names[0] for one in sites}
+    return _wrapped(cells, named, "chunked_loss", "loss_in_chunks", dose.number("chunks"))
 
 
 FIXES: Final = (

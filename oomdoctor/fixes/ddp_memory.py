@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -83,11 +83,6 @@ def alone(session: Session, dose: Dose) -> Iterator[None]:
                 f"the training is shared by {ranks} processes, of which one cannot run the cell again on its own"
             )
     yield
-
-
-def never_applied(session: Session, dose: Dose) -> AbstractContextManager[None]:
-    """Refuse, by an ``OomDoctorError``, to run what is only advice."""
-    raise OomDoctorError("this is advice, which is shown and never applied: start the changed program yourself")
 
 
 _VIEW: Final = "gradient_as_bucket_view"
@@ -368,6 +363,5 @@ FIXES: Final = (
         cost="half as much again to send, and checkpoints that hold shares",
         propose=_propose_fsdp,
         patch=_patch_fsdp,
-        guard=never_applied,
     ),
 )

@@ -213,5 +213,4 @@ FIX: Final = Fix(
     cost="a program that torchrun starts, in the place of a notebook",
     propose=propose,
     patch=patch,
-    guard=ddp_memory.never_applied,
 )

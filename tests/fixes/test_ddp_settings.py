@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import ddp_memory, get
+from oomdoctor.fixes import get
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
@@ -276,11 +276,6 @@ def test_an_earlier_wrapper_that_no_name_leads_to_is_refused() -> None:
 def test_a_gradient_that_is_only_measured_or_scaled_is_no_hindrance(use) -> None:
     imports = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     assert fixed(f"{imports}model = DDP(model)\n{use}").edits[0].after.endswith(f"=True)\n{use}")
-
-
-def test_the_advice_of_the_group_is_never_applied() -> None:
-    with pytest.raises(OomDoctorError, match="never applied"), ddp_memory.never_applied(live.session(), VIEW):
-        pass
 
 
 @pytest.mark.gpu

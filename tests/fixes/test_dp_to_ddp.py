@@ -10,7 +10,6 @@ import pytest
 import torch
 from observed import facts
 
-from oomdoctor.fixes import ddp_memory
 from oomdoctor.fixes.dp_to_ddp import FIX, patch, propose
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
@@ -239,7 +238,6 @@ def test_what_cannot_be_changed_safely_is_refused(sources, why) -> None:
 def test_it_is_never_applied() -> None:
     assert FIX.effect is Effect.ADVICE
     assert FIX.apply is None
-    assert FIX.guard is ddp_memory.never_applied
 
 
 @pytest.mark.gpu

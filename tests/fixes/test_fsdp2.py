@@ -201,7 +201,7 @@ def test_on_a_card_the_process_has_to_choose_its_device() -> None:
 
 
 def test_it_is_shown_as_a_diff_and_runs_neither_in_a_forecast_nor_in_a_retry() -> None:
-    assert (FIX.effect, FIX.apply, FIX.guard) == (Effect.ADVICE, None, ddp_memory.never_applied)
+    assert (FIX.effect, FIX.apply) == (Effect.ADVICE, None)
     ran: list[int] = []
     source = "model = DistributedDataParallel(model)\nran.append(1)"
     cells = live.cells_of(source)
