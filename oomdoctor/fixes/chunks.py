@@ -289,16 +289,8 @@ def _asked_for(incident: Incident, evidence: Evidence) -> tuple[int, int]:
     if not targets or _MAKES_LOGITS.search(incident.framework_frame or "") is None:
         return 0, 0
     rows, each = max(targets), 2 if code.autocast or code.half_weights else 4
-    fit = [one for one in code.classes if rows * one * each <= requested <= _most_asked_for(rows * one * each)]
+    fit = [one for one in code.classes if rows * one * each <= requested]
     return (rows * max(fit) * _loss_bytes(each, code), rows) if fit else (0, 0)
-
-
-def _most_asked_for(nbytes: int) -> int:
-    """Return the largest segment that the caching allocator asks for so as to serve ``nbytes``.
-
-    Source: ``get_allocation_size`` with ``kMinLargeAlloc``, ``kLargeBuffer`` and ``kRoundLarge``.
-    """
-    return max(nbytes + (2 << 20), 20 << 20 if nbytes < 10 << 20 else 0)
 
 
 def _loss_bytes(each: int, code: CodeFacts) -> int:
