@@ -8,8 +8,8 @@ from typing import TypeAlias, TypeVar
 
 import libcst as cst
 
-from oomdoctor.fixes._samples import Shape
-from oomdoctor.fixes._step import Step
+from oomdoctor.fixes._micro_plan import Step
+from oomdoctor.fixes._micro_values import Shape
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting

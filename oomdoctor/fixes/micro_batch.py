@@ -20,9 +20,9 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _trainers
+from oomdoctor.fixes._micro_plan import Split, plan
+from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._samples import LossForm, called, loss_made_by
-from oomdoctor.fixes._step import Split, plan
 from oomdoctor.fixes._terms import (
     Unfit,
     check,

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oomdoctor.fixes._samples import SCALARS, LossForm, Samples, Shape, Value, called
-from oomdoctor.fixes._step_statements import (
+from oomdoctor.fixes._micro_statements import (
     MOVES,
     TO_DEVICE,
     behind_backward,
@@ -34,6 +33,7 @@ from oomdoctor.fixes._step_statements import (
     takes_out,
     units_of,
 )
+from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless

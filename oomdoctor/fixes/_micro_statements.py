@@ -6,7 +6,7 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from oomdoctor.fixes._samples import called
+from oomdoctor.fixes._micro_values import called
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program import words
 from oomdoctor.program.dataflow import bound, reads
