@@ -125,7 +125,8 @@ class _LossesInChunks(TorchFunctionMode):
             return func(**given) if _why_not(given) is not None else _in_chunks(given, self._chunks, self._last)
         made = func(*args, **kwargs)
         if func in _PRODUCTS and not kwargs:
-            self._last = _remembered(func, args, made) or self._last
+            with suppress(Exception):  # nested tensors have no shape
+                self._last = _remembered(func, args, made) or self._last
         return made
 
 
