@@ -1,16 +1,19 @@
-"""Calls of a model over parts of the batch, whose outputs are put together again.
+"""A batch in parts: the body of a loop for each of them, or calls of a model whose outputs are put together again.
+
+``batch_parts(4, x, y)`` yields parts of a batch, for which random numbers are drawn as for the whole batch (see
+``_batch_draws``); ``join_parts`` puts together what they have left.
 
 ``in_parts(model, 4)(x)`` gives what ``model(x)`` does. With gradients, each part is recomputed in the backward pass.
 What cannot be told is refused: a tensor counts as batched, as not batched, or the call is not split. Dimension 0 of
 the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show.
-Dropout and noise are those of the whole batch (see ``_batch_parts``). A forward that changes state of its own is
+Dropout and noise are those of the whole batch (see ``_batch_draws``). A forward that changes state of its own is
 refused as it runs, and a ``generate`` that draws random numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count as counted
 from threading import local
@@ -20,9 +23,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from oomdoctor.errors import OomDoctorError
+from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.fixes import _forward
-from oomdoctor.fixes._batch_parts import Draws
+from oomdoctor.fixes._batch_draws import Draws
+from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,6 +52,96 @@ def in_parts(model: Any, parts: int) -> Callable[..., Any]:
     _forward.refuse_unless_plain(path, owner, _DATA_PARALLEL)
     _forward.refuse_hooks(path, owner)
     return _InParts(path, owner, model, parts)
+
+
+def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
+    """Yield a batch in parts, each of which draws the random numbers that it has in the whole batch.
+
+    Args:
+        parts: how many; fewer than there are rows.
+        values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
+            tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
+        dim: the dimension of the batch. A tensor that has it elsewhere, as the state of a recurrent layer, or that was
+            flattened, is cut where it is. What has a graph is cut from it, and its gradients are passed on at the end.
+
+    Yields:
+        The part of the one value, or of each value as a tuple.
+
+    Raises:
+        UsageError: there is no tensor among the values.
+        StateError: in the body, from an operator of which it cannot be told what it draws for which row; or Python or
+            NumPy drew others for one part than for another.
+    """
+    rows = batch_size(values, dim)
+    if rows is None:
+        raise UsageError("batch_parts was given no tensor with the rows of a batch")
+    devices = {tensor.device for tensor in tensors_in(values)}
+    draws, borders = Draws(rows, devices), dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
+    terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
+    terms["steps"] = {one.shape[1 - dim] for one in given}
+    for start, count in draws.parts(parts):
+        part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
+        with draws.of(start, count):
+            yield part if len(values) > 1 else part[0]
+    reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
+    if reached:
+        torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Return what parts of a batch have left as that of the whole batch, without its graph.
+
+    Args:
+        parts: of each part the same kind of thing: a tensor, or tuples, lists and dictionaries of tensors. Tensors are
+            joined along the dimension in which they differ.
+    """
+    leaves, structure = zip(*map(pytree.tree_flatten, parts), strict=True)
+    return pytree.tree_unflatten([_joined(list(several)) for several in zip(*leaves, strict=True)], structure[0])
+
+
+def _joined(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[-1]
+    shapes = [one.shape for one in parts]
+    differing = [at for at, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    return torch.cat([one.detach() for one in parts], differing[0]) if differing else parts[-1].detach()
+
+
+def _dim_of(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
+    """Return the dimension of the batch: ``dim``, or the other of the first two, as of a state or a mask of padding."""
+    dims = [dim, *([1 - dim] if tensor.ndim > 2 - dim and dim in (0, 1) else [])]
+    return next((one for one in dims if tensor.ndim > one and tensor.shape[one] == rows), None)
+
+
+def _rows(
+    whole: Any,
+    *,
+    start: int,
+    count: int,
+    rows: int,
+    dim: int,
+    steps: Collection[int],
+    borders: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> Any:
+    """Return the rows of one value; a tensor with a graph is cut from it, and gets the gradients of all parts at once.
+
+    Args:
+        steps: sizes of the other dimension, by one of which a tensor of one dimension may have been flattened with it.
+        borders: such tensors with what stands for them, by their identity.
+    """
+    if not isinstance(whole, torch.Tensor):
+        return whole[start : start + count] if len(whole) == rows else whole
+    at = _dim_of(whole, rows, dim)
+    is_flat = at is None and whole.ndim == 1 and rows > 0 and len(whole) % rows == 0 and len(whole) // rows in steps
+    if at is None and not is_flat:
+        return whole
+    if whole.grad_fn is not None and torch.is_grad_enabled():
+        whole = borders.setdefault(id(whole), (whole, whole.detach().requires_grad_()))[1]
+    if at is not None:
+        part = whole.narrow(at, start, count)
+        return part.contiguous() if whole.is_contiguous() else part
+    return whole.view((-1, rows) if dim else (rows, -1)).narrow(dim, start, count).reshape(-1)
 
 
 _running: Final = local()

@@ -157,7 +157,7 @@ def test_kernels_that_draw_by_themselves_are_refused(kind: str) -> None:
 def test_without_the_draws_of_the_whole_batch_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, _ = trained("dropout", 1)
     monkeypatch.setattr(
-        "oomdoctor.fixes._batch_parts.Draws._drawn", lambda _self, func, args, kwargs, _given: func(*args, **kwargs)
+        "oomdoctor.fixes._batch_draws.Draws._drawn", lambda _self, func, args, kwargs, _given: func(*args, **kwargs)
     )
     found, _ = trained("dropout", 3)
     assert not torch.allclose(weights[0], found[0], atol=1e-3)
@@ -300,7 +300,7 @@ def test_the_first_part_has_two_rows_at_least() -> None:
 
 def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    mode: Any = importlib.import_module("oomdoctor.fixes._batch_parts").Draws
+    mode: Any = importlib.import_module("oomdoctor.fixes._batch_draws").Draws
     handle = mode.__torch_dispatch__
     monkeypatch.setattr(
         mode, "__torch_dispatch__", lambda self, f, *given: seen.append(str(f)) or handle(self, f, *given)
@@ -315,7 +315,7 @@ def test_operators_that_draw_nothing_pass_no_mode(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_key_of_their_own_all_operators_pass_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = importlib.import_module("oomdoctor.fixes._batch_parts")
+    module: Any = importlib.import_module("oomdoctor.fixes._batch_draws")
     monkeypatch.setattr(module, "_KEY", "NoSuchKey")
     monkeypatch.setattr(module, "_random_key", module._random_key.__wrapped__)
     x = torch.ones(6, 4)

@@ -1,4 +1,4 @@
-"""A batch in parts with the random draws of the whole batch: the same masks and noise, the same generators at the end.
+"""The random draws of a whole batch while it runs in parts: the same masks and noise, the same generators at the end.
 
 While the body of the loop runs on a part, each random operator draws for all rows, as the whole batch would have, and
 gives out those of the part; the generators are set back before each further part. Operators that draw nothing run as
@@ -17,7 +17,7 @@ draw others in parts; the trial of a change shows it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from threading import Lock
@@ -29,10 +29,9 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from oomdoctor.errors import StateError, UsageError
+from oomdoctor.errors import StateError
 from oomdoctor.fixes._forward import host_marks
 from oomdoctor.objects.rng import RandomState
-from oomdoctor.objects.rows import batch_size, cut, tensors_in
 
 _Batched: TypeAlias = tuple[int, int] | None
 """The dimension of the batch, and how many entries of it there are for each row; None where there is none."""
@@ -58,96 +57,6 @@ class _Known(NamedTuple):
 _CHECKPOINTS: Final = checkpoint.__file__
 _KERNELS: Final = ("dropout_state", "philox_seed", "rng_state")
 """Arguments and results of kernels that draw by themselves: their draws cannot be cut into rows."""
-
-
-def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
-    """Yield a batch in parts, each of which draws the random numbers that it has in the whole batch.
-
-    Args:
-        parts: how many; fewer than there are rows.
-        values: tensors with a row for each sample in dimension ``dim``, or dictionaries, lists and tuples of such
-            tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
-        dim: the dimension of the batch. A tensor that has it elsewhere, as the state of a recurrent layer, or that was
-            flattened, is cut where it is. What has a graph is cut from it, and its gradients are passed on at the end.
-
-    Yields:
-        The part of the one value, or of each value as a tuple.
-
-    Raises:
-        UsageError: there is no tensor among the values.
-        StateError: in the body, from an operator of which it cannot be told what it draws for which row; or Python or
-            NumPy drew others for one part than for another.
-    """
-    rows = batch_size(values, dim)
-    if rows is None:
-        raise UsageError("batch_parts was given no tensor with the rows of a batch")
-    devices = {tensor.device for tensor in tensors_in(values)}
-    draws, borders = Draws(rows, devices), dict[int, tuple[torch.Tensor, torch.Tensor]]()
-    given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
-    terms: dict[str, Any] = {"rows": rows, "dim": dim, "borders": borders}
-    terms["steps"] = {one.shape[1 - dim] for one in given}
-    for start, count in draws.parts(parts):
-        part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
-        with draws.of(start, count):
-            yield part if len(values) > 1 else part[0]
-    reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
-    if reached:
-        torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
-
-
-def join_parts(parts: Sequence[Any]) -> Any:
-    """Return what parts of a batch have left as that of the whole batch, without its graph.
-
-    Args:
-        parts: of each part the same kind of thing: a tensor, or tuples, lists and dictionaries of tensors. Tensors are
-            joined along the dimension in which they differ.
-    """
-    leaves, structure = zip(*map(pytree.tree_flatten, parts), strict=True)
-    return pytree.tree_unflatten([_joined(list(several)) for several in zip(*leaves, strict=True)], structure[0])
-
-
-def _joined(parts: list[Any]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[-1]
-    shapes = [one.shape for one in parts]
-    differing = [at for at, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
-    return torch.cat([one.detach() for one in parts], differing[0]) if differing else parts[-1].detach()
-
-
-def _dim_of(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
-    """Return the dimension of the batch: ``dim``, or the other of the first two, as of a state or a mask of padding."""
-    dims = [dim, *([1 - dim] if tensor.ndim > 2 - dim and dim in (0, 1) else [])]
-    return next((one for one in dims if tensor.ndim > one and tensor.shape[one] == rows), None)
-
-
-def _rows(
-    whole: Any,
-    *,
-    start: int,
-    count: int,
-    rows: int,
-    dim: int,
-    steps: Collection[int],
-    borders: dict[int, tuple[torch.Tensor, torch.Tensor]],
-) -> Any:
-    """Return the rows of one value; a tensor with a graph is cut from it, and gets the gradients of all parts at once.
-
-    Args:
-        steps: sizes of the other dimension, by one of which a tensor of one dimension may have been flattened with it.
-        borders: such tensors with what stands for them, by their identity.
-    """
-    if not isinstance(whole, torch.Tensor):
-        return whole[start : start + count] if len(whole) == rows else whole
-    at = _dim_of(whole, rows, dim)
-    is_flat = at is None and whole.ndim == 1 and rows > 0 and len(whole) % rows == 0 and len(whole) // rows in steps
-    if at is None and not is_flat:
-        return whole
-    if whole.grad_fn is not None and torch.is_grad_enabled():
-        whole = borders.setdefault(id(whole), (whole, whole.detach().requires_grad_()))[1]
-    if at is not None:
-        part = whole.narrow(at, start, count)
-        return part.contiguous() if whole.is_contiguous() else part
-    return whole.view((-1, rows) if dim else (rows, -1)).narrow(dim, start, count).reshape(-1)
 
 
 def _uneven(rows: int, parts: int) -> list[int]:
