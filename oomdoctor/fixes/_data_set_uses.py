@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes._class_calls import last_name
+from oomdoctor.fixes._placement import last_name
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting

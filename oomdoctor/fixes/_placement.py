@@ -1,4 +1,10 @@
-"""Where new lines go: behind the one that makes a model, before a step or around it.
+"""Where objects are made in the cells: the calls, found and changed, and the places that new lines go to.
+
+Programs for several processes live in functions more often than others do (``def main(rank)``), where no object of the
+namespace leads to them. So calls are found by the name of the class, under the name that it was imported by; of calls
+that bind the same name in the same function, the last one is meant. An optimizer that the namespace holds is followed
+from its name: to the last statement outside of functions that binds it, and from there into a function of the notebook
+where one made it. Limits: classes that a helper returns, and names that are attributes.
 
 A line about a model stands behind the one that makes the model, or first in the function that is given it. The step of
 a training loop is its lines from the first that runs a model on: they are put under a ``with``, or changed.
@@ -7,22 +13,197 @@ a training loop is its lines from the first that runs a model on: they are put u
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 import libcst as cst
 
 from oomdoctor.fixes._terms import Unfit, need, root_of
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.fix import Patch
+from oomdoctor.model.code import OptimizerFacts, TrainingLoop
+from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.dataflow import loop_at
 from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import bound_names, own_nodes
+from oomdoctor.program.rewriting import exchange, text_of, within
+
+_MAIN: Final = re.compile(r"if __name__ == ['\"]__main__['\"]:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call.
+
+    Attributes:
+        node: the call, a node of ``parsed``; ``statement``: the innermost statement around it.
+        target: the one name that the statement binds, None where it binds none or several.
+        around: the function or class at the top level of the cell that it stands in.
+        name: the class's own name.
+        bound_in: the cell that binds the object's name, where it is not the one with the call.
+        bound_by: the statement there.
+    """
+
+    cell: Cell
+    parsed: rewriting.ParsedCell
+    node: cst.Call
+    statement: rewriting.Statement
+    target: str | None
+    around: rewriting.Definition | None
+    name: str
+    bound_in: Cell | None = None
+    bound_by: rewriting.Statement | None = None
+
+    @property
+    def line(self) -> int:
+        """Line of the cell, one-based."""
+        return self.parsed.lines_of(self.node)[0]
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        return f"line {self.line} of {self.cell}"
+
+    @property
+    def is_whole_value(self) -> bool:
+        """Whether the statement assigns what it makes and nothing else of it."""
+        statement = self.statement
+        return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is self.node
+
+    def is_live(self, cells: Cells) -> bool:
+        """Whether what it makes is there before the failing cell begins, and not only in a function."""
+        home = self.cell if self.around is None else self.bound_in
+        return home is not None and (self.bound_in or home).number != cells.failing.number
+
+
+def find(cells: Cells, *names: str) -> tuple[Call, ...]:
+    """Return the calls of the classes ``names``, in the order of the cells."""
+    text = "\n".join(cell.source for cell in cells.history)
+    own = {alias: name for name in names for alias in (name, *re.findall(rf"\b{name} as (\w+)", text))}
+    mentions = re.compile(rf"\b({'|'.join(own)})\b")
+    found: dict[tuple[str, str], Call] = {}
+    for cell in (one for one in cells.history if mentions.search(one.source)):
+        parsed = need(rewriting.read(cell.source))
+        for node in (one for one in within(parsed.module, cst.Call) if last_name(one) in own):
+            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
+            if not path:
+                raise Unfit(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
+            one = _call(cell, parsed, node, path, own[last_name(node)])
+            key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
+            found.pop(key, None)
+            found[key] = one
+    return tuple(found.values())
+
+
+def _call(
+    cell: Cell, parsed: rewriting.ParsedCell, node: cst.Call, path: Sequence[rewriting.Statement], name: str
+) -> Call:
+    target = None
+    match path[-1]:
+        case cst.SimpleStatementLine(
+            body=[
+                cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=bound))])
+                | cst.AnnAssign(target=cst.Name(value=bound))
+            ]
+        ):
+            target = bound
+    around = path[0] if isinstance(path[0], cst.FunctionDef | cst.ClassDef) else None
+    return Call(cell=cell, parsed=parsed, node=node, statement=path[-1], target=target, around=around, name=name)
+
+
+def made(cells: Cells, facts: OptimizerFacts) -> Call:
+    """Return where an optimizer is made."""
+    path = facts.path
+    if not facts.home.startswith("torch.optim."):
+        raise Unfit(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
+    if not path.isidentifier():
+        raise Unfit(f"`{path}` is not a name of its own, so where it is made is not followed")
+    for cell in (one for one in reversed(cells.history) if path in one.source):
+        parsed = need(rewriting.read(cell.source))
+        bound = last_binding(parsed, path)
+        if bound is None:
+            continue
+        if bound.whole is not bound.statement and not _MAIN.match(parsed.code(bound.whole)):
+            raise Unfit(f"which of several branches of {cell} makes `{path}` is not followed")
+        value, statement = bound.value, bound.statement
+        if isinstance(value, cst.Call) and isinstance(statement, cst.SimpleStatementLine):
+            if last_name(value) == facts.type_name:
+                one = _call(cell, parsed, value, [statement], facts.type_name)
+                return replace(one, target=path, bound_by=statement)
+            found = find(cells, facts.type_name) if isinstance(value.func, cst.Name) else ()
+            own = [one for one in found if one.around is not None and one.around.name.value == last_name(value)]
+            if len(own) == 1:
+                return replace(own[0], target=path, bound_in=cell, bound_by=statement)
+        raise Unfit(f"line {parsed.lines_of(statement)[0]} of {cell} makes `{path}` in a way that is not followed")
+    raise Unfit(f"no cell makes `{path}`")
+
+
+def exchanged(
+    cells: Cells,
+    new: Mapping[Call, cst.Call],
+    imports: Sequence[str] = (),
+    live: Mapping[Call, Sequence[str]] | None = None,
+) -> Patch | Refused:
+    """Return the cells with other calls in the places of these.
+
+    Args:
+        imports: what each of the cells has to import.
+        live: lines that do the same to what an earlier cell has made already; None where no retry ever runs them.
+    """
+    edits = list[Edit | Refused]()
+    for number in dict.fromkeys(one.cell.number for one in new):
+        here = [one for one in new if one.cell.number == number]
+        parsed = here[0].parsed
+        module = import_lines.insert_at_top(
+            parsed, exchange(parsed.module, {one.node: new[one] for one in here}), imports
+        )
+        if live is None:
+            edits.append(advised(here[0].cell, parsed, module))
+        else:
+            lines = [line for one in here for line in live.get(one, ())]
+            edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
+    return rewriting.join(cells, edits)
+
+
+def advised(cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module) -> Edit:
+    """Return the change of a cell that is only advice and never run: what would be run for it is the whole cell."""
+    after = need(rewriting.write(parsed, module))
+    return Edit(cell=cell.number, before=cell.source, after=after, replay=after)
+
+
+def last_name(node: cst.BaseExpression) -> str:
+    """Return the last part of the name that is called, ``Adam`` of ``torch.optim.Adam(...)``; empty if it has none."""
+    func = node.func if isinstance(node, cst.Call) else node
+    if isinstance(func, cst.Attribute):
+        return func.attr.value
+    return func.value if isinstance(func, cst.Name) else ""
+
+
+def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
+    """Return what is passed by the keyword ``name``, None where nothing is."""
+    return next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
+
+
+def keyword_text(call: cst.Call, name: str) -> str | None:
+    """Return the text of what is passed by the keyword ``name``, None where nothing is."""
+    given = keyword(call, name)
+    return None if given is None else code_of(given)
+
+
+def with_keyword(call: cst.Call, name: str, value: str, after: str | None = None) -> cst.Call:
+    """Return ``call`` with ``name=value`` among its arguments, in the style in which they are written."""
+    if any(arg.star for arg in call.args):
+        raise Unfit("the settings are unpacked from something that may hold this one already")
+    return arguments.with_keyword(call, name, value, after)
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """Return ``node`` as source text."""
+    return text_of(node).strip()
 
 
 class Owner(Protocol):

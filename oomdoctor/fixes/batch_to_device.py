@@ -15,8 +15,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._class_calls import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
+from oomdoctor.fixes._placement import keyword, last_name
 from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing, root_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence

@@ -29,8 +29,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._class_calls import keyword
-from oomdoctor.fixes._placement import under
+from oomdoctor.fixes._placement import keyword, under
 from oomdoctor.fixes._terms import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop

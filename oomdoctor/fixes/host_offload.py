@@ -28,7 +28,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _class_calls
+from oomdoctor.fixes import _placement
 from oomdoctor.fixes._placement import under
 from oomdoctor.fixes._terms import (
     Unfit,
@@ -270,7 +270,7 @@ def _on_device(data: Any, device: Any) -> Any:
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with hooks on the optimizers that it makes."""
-    found = [_class_calls.made(cells, facts) for facts in evidence.code.steppers]
+    found = [_placement.made(cells, facts) for facts in evidence.code.steppers]
     if not found:
         raise Unfit("no optimizer was found among the notebook's objects")
     for one in found:
