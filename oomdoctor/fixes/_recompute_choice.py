@@ -64,23 +64,25 @@ def choices(rows: Sequence[ModuleMemory]) -> list[tuple[Choice, int]]:
     """Return what is worth recomputing of modules that were called in this order, with what it saves; mildest first."""
     models = dict.fromkeys(row.model for row in rows)
     trees = [_Tree([row for row in rows if row.model == model]) for model in models]
-    whole = _cheapest(trees, None)
+    whole = next(iter(_found(trees, None)), None)
     if whole is None:
         return []
     found: dict[tuple[Part, ...], Choice] = {}
+    strongest: list[Choice] = []
     step, limit = whole.peak // (_BUDGETS + 1), whole.peak
     while step > whole.peak // _FINEST:
-        one = _cheapest(trees, limit - step)
-        if one is None:
+        if not (several := _found(trees, limit - step)):
             step //= 2  # the strongest lies between
             continue
-        limit -= step
-        found[one.parts] = one
+        limit, strongest = limit - step, several
+        found[several[0].parts] = several[0]
+    # Where the peak cannot be lower, what is kept less leaves an allocator fewer holes.
+    found |= {one.parts: one for one in strongest}
     return [(one, whole.peak - one.peak) for one in found.values()]
 
 
-def _cheapest(trees: Sequence[_Tree], limit: int | None) -> Choice | None:
-    """Return the cheapest parts with which at most ``limit`` bytes are there at a time, None where there are none.
+def _found(trees: Sequence[_Tree], limit: int | None) -> list[Choice]:
+    """Return choices with which at most ``limit`` bytes are there at a time, cheapest first; each other one keeps less.
 
     Without a limit nothing is recomputed.
     """
@@ -89,7 +91,7 @@ def _cheapest(trees: Sequence[_Tree], limit: int | None) -> Choice | None:
         search = _Search(tree, limit, grain)
         for path in tree.outermost:
             found = search.after(path, found)
-    return min(found, key=lambda one: (one.cost, one.peak), default=None)
+    return sorted(found, key=lambda one: (one.cost, one.peak))
 
 
 class _Search:

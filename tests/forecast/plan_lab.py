@@ -222,8 +222,11 @@ def mildest_that_runs(ready: Ready, candidate: Candidate) -> int | None:
     return None
 
 
-def peak_of(ready: Ready, attempt: Attempt, counter: str = "peak_allocated") -> int | None:
-    """Return the peak of an attempt on a device with room enough, in a copy; None where it is unfit or takes long."""
+def peak_of(ready: Ready, attempt: Attempt, *, capacity: int = ROOMY_BYTES) -> int | None:
+    """Return the allocated peak of an attempt on a device of ``capacity`` bytes, in a copy.
+
+    None where it is unfit, takes long, or runs out of memory.
+    """
 
     def over(*_: Any) -> None:
         raise TimeoutError
@@ -232,9 +235,9 @@ def peak_of(ready: Ready, attempt: Attempt, counter: str = "peak_allocated") -> 
         signal.signal(signal.SIGALRM, over)
         signal.alarm(LONGEST_S)
         device: Any = ready.session.accelerator
-        device.capacity_bytes = device.allocator.capacity_bytes = device._room = ROOMY_BYTES
+        device.capacity_bytes = device.allocator.capacity_bytes = device._room = capacity
         device.reset_peak()
-        return getattr(device.read(), counter) if _attempted(ready, attempt) else None
+        return device.read().peak_allocated if _attempted(ready, attempt) else None
 
     found = in_a_copy(peak)
     return found if isinstance(found, int) else None
