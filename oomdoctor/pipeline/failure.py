@@ -144,6 +144,7 @@ def plan(
     *,
     time_budget_s: float,
     set_aside: int = 0,
+    at_most: int | None = None,
     is_hurried: bool = False,
 ) -> Case:
     """Price the fixes, and wait for it. For the arguments see ``planning``.
@@ -155,7 +156,7 @@ def plan(
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
     begun = None
-    terms: dict[str, Any] = {"set_aside": set_aside, "waits": True, "is_hurried": is_hurried}
+    terms: dict[str, Any] = {"set_aside": set_aside, "at_most": at_most, "waits": True, "is_hurried": is_hurried}
     try:
         begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
@@ -176,6 +177,7 @@ def planning(
     *,
     time_budget_s: float,
     set_aside: int = 0,
+    at_most: int | None = None,
     waits: bool = False,
     is_hurried: bool = False,
     unforecast: str | None = None,
@@ -186,6 +188,7 @@ def planning(
         transaction: restores the start of the cell, in the process of a shadow run. Without one there is none: what
             cannot be run again is priced by estimates alone.
         set_aside: bytes of the host's memory that something else will take, beside the copies of the transaction.
+        at_most: bytes that tensors may take, where the user wants them to take less than there is.
         waits: whether the caller waits for the end of it.
         unforecast: why there is no shadow run, where there is no time for any.
     """
@@ -197,11 +200,12 @@ def planning(
         time_budget_s, unforecast = 0.0, _NO_TENSORS
     is_host = session.accelerator.name == "cpu"
     reserve = set_aside + (0 if transaction is None else transaction.bytes_to_copy) if is_host else 0
+    budget = budget_of(case.evidence, reserve)
     leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
     with uncounted():
         return Planning(
             *(session, case.incident, case.evidence, _fixes_in_order(case)),
-            budget=budget_of(case.evidence, reserve),
+            budget=budget if budget is None or at_most is None else min(budget, at_most),
             prepare=(lambda: None) if transaction is None else transaction.restore,
             time_budget_s=time_budget_s,
             leaks=frozenset(fix for finding in leaks for fix in finding.fixes),

@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.containers import GONE, copied, refill, weak
+from oomdoctor.objects.containers import GONE, copied, living, refill, weak
 from oomdoctor.objects.kinds import module_of
 from oomdoctor.objects.named import is_installed, is_ours
 
@@ -167,7 +167,7 @@ def _of_torch(torch: Any) -> list[Setting]:
     def default() -> Any:  # None where none was set. torch's own asking may initialise it.
         return getattr(_within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context"), "device", None)
 
-    modes = Setting("modes of torch", partial(_modes, torch), None, True)
+    modes = Setting("modes of torch", partial(_Modes, torch), None, True)
     # The processor's, of this thread; torch does not tell it.
     denormal = Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal, True)
     return [Setting("default device", default, torch.set_default_device, True), modes, denormal]
@@ -213,16 +213,26 @@ def _is_users(function: Any) -> bool:
     return isinstance(function, int) or not is_installed(getattr(function, "__module__", None))
 
 
-def _modes(torch: Any) -> tuple[Any, ...]:
-    """Return whether inference mode is on, and the modes that are entered and not ours, held weakly.
+class _Modes:
+    """The modes that are entered and not ours, held weakly, and whether inference mode is on.
 
-    The default device is a mode too, and a setting.
+    Equal to others where none that is alive was entered or left. The default device is a mode too, and a setting.
     """
-    core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
-    stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
-    stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
-    entered = (weak(mode) for mode in stack if mode is not default and not is_ours(module_of(type(mode))))
-    return (torch.is_inference_mode_enabled(), *entered)
+
+    def __init__(self, torch: Any) -> None:
+        core, default = torch._C, _within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context")
+        stack = [core._get_function_stack_at(at) for at in range(core._len_torch_function_stack())]
+        stack += [core._get_dispatch_stack_at(at) for at in range(core._len_torch_dispatch_stack())]
+        self._held = [weak(mode) for mode in stack if mode is not default and not is_ours(module_of(type(mode)))]
+        self._infers = torch.is_inference_mode_enabled()
+
+    def _alive(self) -> list[int]:
+        return [id(mode) for held in self._held if (mode := living(held)) is not GONE]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Modes) and (self._infers, self._alive()) == (other._infers, other._alive())
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 _known: list[Setting] = []

@@ -96,7 +96,9 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         _fill_in(extension, found, shown)
         return
     try:
-        planned: Case | None = guarded("forecast", lambda: _plan(extension, found))
+        planned: Case | None = guarded(
+            "forecast", lambda: plan(extension, found, is_hurried=extension.config.auto != "off")
+        )
         case = planned or pipeline.last_case() or found
     except BaseException:  # an interrupt: what is known by then is shown all the same
         extension.tracebacks.send_held()
@@ -224,14 +226,12 @@ def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> 
     return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
 
 
-def _plan(extension: Extension, case: Case) -> Case:
-    """Return the case with its plan."""
+def plan(extension: Extension, case: Case, **terms: Any) -> Case:
+    """Return the case with its plan; for the terms see ``pipeline.plan``."""
     opened = extension.open
     if opened is None:
         return case
-    terms, is_hurried = _terms(extension), extension.config.auto != "off"
-    priced = pipeline.plan(case, opened.session, opened.transaction, is_hurried=is_hurried, **terms)
-    return pipeline.record(priced)
+    return pipeline.record(pipeline.plan(case, opened.session, opened.transaction, **_terms(extension), **terms))
 
 
 def _may_fill_in(extension: Extension) -> bool:

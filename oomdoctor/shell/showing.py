@@ -135,7 +135,7 @@ class _Doctor:
             return ""
         return why_not_retried(self._extension, case.outcome)
 
-    def press(self, verb: str, what: int | None = None) -> None:
+    def press(self, verb: str, what: int | str | None = None) -> None:
         """Do what a button asks for, as if the user had typed it."""
         extension = self._extension
         if self._case() is None:

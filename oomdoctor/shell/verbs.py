@@ -19,14 +19,15 @@ from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
-from oomdoctor.model.sizes import format_size
+from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
-from oomdoctor.shell.doctor import Request
+from oomdoctor.shell.doctor import Request, plan
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
 from oomdoctor.shell.open_case import undo as take_back
 from oomdoctor.shell.outputs import one_line
+from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -86,6 +87,24 @@ def fix(extension: Extension, words: list[str]) -> None:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
     _retryable(extension)
     extension.request = Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
+
+
+def fit(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor fit SIZE`: plan the failed cell again, for no more memory than that, such as 11GiB."""
+    if len(words) != 1:
+        raise UsageError("fit takes the memory that the cell may need, such as 11GiB")
+    size, case = parse_size(words[0]), _case()
+    _retryable(extension)
+    most = pipeline.budget_of(case.evidence, 0)
+    if most is None:
+        raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
+    if size > most:
+        raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
+    planned, last = plan(extension, case, at_most=size), extension.shown
+    if last is not None and hasattr(extension.shell, "kernel"):
+        last.update(planned)
+    else:
+        Shown(extension).show(planned)
 
 
 def retry(extension: Extension, words: list[str]) -> None:
@@ -260,7 +279,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, retry, diff, undo, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, cases, simulate, rules, config, help_)
 }
 
 

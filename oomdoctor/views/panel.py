@@ -14,6 +14,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from oomdoctor.model.absence import Refused
+from oomdoctor.model.sizes import format_size
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
 from oomdoctor.views.prices import fix_row, fix_rows
@@ -33,6 +34,7 @@ _WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
 """The layout of a row that breaks where the screen is narrow."""
 _FITTING: Final = {"width": "auto", "min_width": "7em"}
 """A button as wide as its name: the width that ipywidgets gives leaves no room for a dose."""
+_NARROW: Final = {"width": "auto", "max_width": "14em"}
 _DIFF: Final = (
     "font-family:var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));overflow-x:auto;"
     "white-space:pre;line-height:1.3;color:inherit;background:none"
@@ -57,8 +59,8 @@ class Doctor(Protocol):
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
 
-    def press(self, verb: str, what: int | None = None) -> None:
-        """Do ``fix`` with the fix of a number, ``retry``, ``undo``."""
+    def press(self, verb: str, what: int | str | None = None) -> None:
+        """Do ``fix`` with the fix of a number, ``fit`` with a size, ``retry``, ``undo``."""
 
 
 def build(case: Case, doctor: Doctor, *, retry: Retry | None = None, typed: bool = False) -> Panel | None:
@@ -85,12 +87,16 @@ class Panel:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
         self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
-        self._has_best, self._waits = False, ""
+        self._has_best, self._waits, self._fits = False, "", ""
         self._best = self._buttons.add("Retry best", "", lambda: self._press("retry"))
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"))
+        self._fit = widgets.Text(
+            description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
+        )
+        self._fit.observe(lambda _: self._fit_in(), "value")
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
         self._note = widgets.HTML()
-        head = [first if typed else self._best, self._undo, self._auto(), self._note]
+        head = [first if typed else self._best, self._undo, self._fit, self._auto(), self._note]
         self._above = (widgets.HBox(head, layout=_WRAPPING), self._buttons.output)
         self.box = widgets.VBox(self._above)
 
@@ -109,6 +115,8 @@ class Panel:
         retry, pending = retry or Retry.of(case.plan), case.plan.pending
         self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
         self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are being made." if pending else ""
+        budget = case.plan.unchanged.budget
+        self._fits = self._fit.value = "" if budget is None else format_size(budget)
         self._fill(case.plan)
         self.refresh()
 
@@ -121,6 +129,7 @@ class Panel:
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, enabled=bool(in_place))
         self._buttons.enable(self._best, enabled=self._has_best and can_retry)
+        self._buttons.enable(self._fit, enabled=bool(self._fits) and not self._waits and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
@@ -147,7 +156,11 @@ class Panel:
         chosen.observe(choose, "value")
         return chosen
 
-    def _press(self, verb: str, what: int | None = None) -> None:
+    def _fit_in(self) -> None:
+        if self._fit.value != self._fits:  # which is what the plan is for already
+            self._buttons.press(self._fit, lambda: self._press("fit", self._fit.value.replace(" ", "")))
+
+    def _press(self, verb: str, what: int | str | None = None) -> None:
         self._doctor.press(verb, what)
         self.refresh()
 

@@ -442,3 +442,22 @@ def _raising(message: str) -> Callable[..., None]:
 
 def _extension(shell: InteractiveShell) -> Any:
     return vars(shell)["_oomdoctor_extension"]
+
+
+def test_a_cell_is_planned_again_for_less_memory_than_there_is(dosing: Kernel) -> None:
+    dosing.run("%oomdoctor auto off", ok=True)
+    for cell in (*SMALL, "%oomdoctor simulate 13MiB"):
+        dosing.run(cell, ok=True)
+    dosing.run(TRAIN, ok=False)
+    first = f"(lambda one: [str(one.dose), one.forecast.fits, one.forecast.budget])({CASE}.plan.candidates[0])"
+    assert dosing.value(first)[:2] == ["parts=2", True]
+    dosing.run("%oomdoctor fit 9MiB", ok=True)
+    dose, fits, budget = dosing.value(first)
+    assert (fits, budget) == (True, 9 << 20)
+    assert dose != "parts=2"
+    for line, told in (("", "such as 11GiB"), ("much", "much"), ("0", "above zero"), ("20MiB", "tensors may take")):
+        reply = dosing.run(f"%oomdoctor fit {line}")
+        assert told in reply.stderr, line
+    dosing.run("%oomdoctor retry", ok=True)
+    assert dosing.value(ENDED)[:2] == ["healed", [f"micro_batch({dose})"]]
+    assert dosing.value(f"{CASE}.outcome.peak") <= 9 << 20

@@ -13,6 +13,7 @@ from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate
+from oomdoctor.model.sizes import format_size
 from oomdoctor.views import panel
 from oomdoctor.views.story import Retry
 
@@ -105,6 +106,17 @@ def test_each_button_says_what_is_to_be_done() -> None:
     for name in ("Retry with 1", "Retry best", "Retry with 3"):
         buttons[name].click()
     assert doctor.calls == [("fix", 1), ("retry", None), ("fix", 3)]
+
+
+def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
+    doctor = Recorder()
+    box = _built(doctor)
+    (field,) = _of(box, ipywidgets.Text)
+    assert field.description == "Fit in"
+    assert field.value == format_size(cases.offered().plan.unchanged.budget or 0)
+    field.value = "3 GiB"
+    assert doctor.calls == [("fit", "3GiB")]
+    assert doctor.enabled_during == [[]]
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
