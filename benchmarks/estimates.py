@@ -60,15 +60,15 @@ def _of(ready: Ready, whole: int) -> Iterator[tuple[str, str, float]]:
     known = (Forecast(basis="a run", peak=whole), planner.least(""))
     peaks: dict[tuple[int, int], int | None] = {}
     for kind, unchanged in zip(KINDS, known, strict=True):
-        for ladder in planner._ladders:
-            index, estimate = ladder.settled(unchanged, planner._scale(unchanged))
-            attempt = ladder.attempt(index)
+        for change in planner._changes:
+            index, estimate = change.settled(unchanged, planner._scale(unchanged))
+            attempt = change.attempt(index)
             if isinstance(attempt, Refused) or not estimate.peak:
                 continue
-            if (ladder.place, index) not in peaks:
-                peaks[ladder.place, index] = peak_of(ready, attempt)
-            if (peak := peaks[ladder.place, index]) is not None:
-                yield kind, ladder.fixes[0], estimate.peak / peak - 1
+            if (change.place, index) not in peaks:
+                peaks[change.place, index] = peak_of(ready, attempt)
+            if (peak := peaks[change.place, index]) is not None:
+                yield kind, change.fixes[0], estimate.peak / peak - 1
 
 
 def report(say: Callable[[str], None], rows: list[tuple[str, str, str, float]]) -> None:

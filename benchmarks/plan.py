@@ -39,7 +39,7 @@ from models import FAMILIES, Family
 from plan_lab import Ready, failed, grown, healed, steps_off, unfixed
 
 from oomdoctor.forecast import price
-from oomdoctor.forecast.nursery import Nursery
+from oomdoctor.forecast.dry_runs import DryRuns
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 
 RESULTS = Path(__file__).parent / "results" / "plan.txt"
@@ -156,12 +156,12 @@ def times(say: Callable[[str], None]) -> None:
             yield shadows.next()
 
         before = time.perf_counter()
-        nursery = Nursery(session, lambda: None, work, budget=None, timeout_s=60, waits=False)
+        copy = DryRuns(session, lambda: None, budget=None, timeout_s=60).in_copy(work, waits=False)
         forked, longest = time.perf_counter() - before, 0.0
-        while not nursery.over:
+        while not copy.over:
             time.sleep(0.01)
             begin = time.perf_counter()
-            nursery.poll()
+            copy.poll()
             longest = max(longest, time.perf_counter() - begin)
         return forked, longest
 

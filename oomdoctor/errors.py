@@ -3,7 +3,7 @@
 OomDoctorError
 ├── UsageError              what a user typed cannot be used; one line, nothing was changed
 │   └── SizeError           a size that does not parse
-├── ForecastError           a shadow run that could not give an answer
+├── ForecastError           a run in a copy of the process that could not give an answer
 ├── StateError              a snapshot that could not be taken or brought back
 └── NotAvailable            a part of oomdoctor that this machine or this process lacks
 """
@@ -48,7 +48,7 @@ class Fault:
 
 
 class ForecastError(OomDoctorError):
-    """A shadow run that could not give an answer; the text says why."""
+    """A run in a copy of the process that could not give an answer; the text says why."""
 
 
 class StateError(OomDoctorError):

@@ -260,7 +260,7 @@ def _varies(own: dict[str, Any], *, tries: bool) -> str | None:
 
 def _difference(own: dict[str, Any]) -> str:
     """Return in what the samples of two workers differ, empty if in nothing; for a forked copy."""
-    from oomdoctor.sandbox.silence import keep_to_itself, orphan_workers
+    from oomdoctor.sandbox.walls import keep_to_itself, orphan_workers
 
     keep_to_itself(None)
     orphan_workers()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from oomdoctor.forecast.pricing import price
+from oomdoctor.forecast.dry_runs import price
 
 __all__ = ["price"]

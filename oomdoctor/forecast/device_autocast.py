@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.device_check import check_autocast
+from oomdoctor.forecast.devices import check_autocast
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
@@ -44,25 +44,25 @@ _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 def replace(tracker: DeviceTracker) -> None:
     """Let ``torch.autocast`` of the device work in this process."""
-    set_enabled, clear, card = torch.set_autocast_enabled, torch.clear_autocast_cache, tracker.card
+    set_enabled, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
 
     def switch(*args: Any) -> None:
         set_enabled(*args)
         kind, enabled = args if len(args) == 2 else ("cuda", *args)
-        if not enabled and kind != card.type:
+        if not enabled and kind != "cuda":
             return
-        if kind not in ("cpu", card.type):
+        if kind not in ("cpu", "cuda"):
             raise ForecastError(f"autocast of {kind} is not forecast")
-        if torch.is_autocast_enabled("cpu") and torch.is_autocast_enabled(card.type):
+        if torch.is_autocast_enabled("cpu") and torch.is_autocast_enabled("cuda"):
             raise ForecastError("autocast of the CPU inside of that of the device is not forecast")
-        if kind == card.type:
+        if kind == "cuda":
             is_first = _library is None
             if is_first and enabled:
                 _register(tracker)
             set_enabled(_STATE, enabled)
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, enabled)
             if is_first and enabled:
-                check_autocast(tracker, card)
+                check_autocast(tracker)
 
     def clear_all() -> None:
         clear()
@@ -76,16 +76,15 @@ def _register(tracker: DeviceTracker) -> None:
     global _library, _fallback
     _fallback = _torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     _fallback.fallback(torch.library.fallthrough_kernel)  # operators without a rule are left as they are
-    kind = tracker.card.type
     _library = [_torch.library.Library(space, "IMPL") for space in ("aten",)]
     spaces = {"aten": _library[0]}
-    for name, rule in rules(kind).items():
+    for name, rule in rules().items():
         space, _, plain = name.partition("::")
         if space not in spaces:
             spaces[space] = _torch.library.Library(space, "IMPL")
             _library.append(spaces[space])
         made = _noted(tracker, plain) if rule is None else _RULES[rule]
-        spaces[space].impl(plain, made(_operator(name), kind), "AutocastPrivateUse1")
+        spaces[space].impl(plain, made(_operator(name)), "AutocastPrivateUse1")
 
 
 def _operator(name: str) -> Any:
@@ -101,8 +100,6 @@ class _Told(Exception):
 class _Probe(torch.Tensor):
     """A tensor that says that it lies on a device, and notes the first thing that is done with one of its kind."""
 
-    kind = ""
-
     @staticmethod
     def __new__(cls: Any, dtype: torch.dtype) -> Any:
         plain = torch.empty(1, dtype=dtype, device="meta")
@@ -113,12 +110,12 @@ class _Probe(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.prim.device.default:
-            return torch.device(cls.kind, 0)
+            return torch.device("cuda", 0)
         raise _Told(func, (kwargs or {}).get("dtype"))
 
 
-def rules(kind: str) -> dict[str, str | None]:
-    """Return what autocast of devices of type ``kind`` does with each operator that it has a kernel for.
+def rules() -> dict[str, str | None]:
+    """Return what autocast of CUDA does with each operator that it has a kernel for.
 
     The lower precision is float16 meanwhile. A kernel that casts floats is told by what it does with those alone, one
     that casts halves by those, and one that promotes by both at once; one that asks for a type is told by having it
@@ -127,23 +124,21 @@ def rules(kind: str) -> dict[str, str | None]:
     Returns:
         Names of ``_RULES``, None for an operator whose kernel tells nothing.
     """
-    key = "AutocastCUDA" if kind == "cuda" else f"Autocast{kind.upper()}"
     found: dict[str, str | None] = {}
-    _Probe.kind = kind
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
     set_enabled = torch._C.set_autocast_enabled
     with torch.inference_mode(False), _disable_current_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            set_enabled(kind, True)
-            torch.set_autocast_dtype(kind, torch.float16)
+            set_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.float16)
             torch.set_autocast_cache_enabled(False)
             for name in torch._C._dispatch_get_all_op_names():
-                if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-                    found[name] = _rule(_operator(name), torch._C._dispatch_key_parse(key))
+                if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
+                    found[name] = _rule(_operator(name), torch._C._dispatch_key_parse("AutocastCUDA"))
         finally:
-            set_enabled(kind, before[0])
-            torch.set_autocast_dtype(kind, before[1])
+            set_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
             torch.set_autocast_cache_enabled(before[2])
     return found
 
@@ -202,57 +197,57 @@ def _below() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
-def _is_eligible(value: Any, kind: str) -> bool:
+def _is_eligible(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype is not torch.float64
-        and value.device.type == kind
+        and value.device.type == "cuda"
     )
 
 
-def _cast(value: Any, dtype: torch.dtype, kind: str) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` in ``dtype``, from the cache where it is a weight. Source: ``cached_cast``."""
     if type(value) in (list, tuple):
-        return [_cast(item, dtype, kind) for item in value]
-    if not _is_eligible(value, kind) or value.dtype is dtype:
+        return [_cast(item, dtype) for item in value]
+    if not _is_eligible(value) or value.dtype is dtype:
         return value
     is_weight = value.requires_grad and value.is_leaf and not value._is_view() and value.dtype is torch.float32
     caches = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
-    if not is_weight or not caches or dtype is not torch.get_autocast_dtype(kind):
+    if not is_weight or not caches or dtype is not torch.get_autocast_dtype("cuda"):
         return value.to(dtype)
     if id(value) not in _casts:
         _casts[id(value)] = value, value.to(dtype)
     return _casts[id(value)][1]
 
 
-def _casting(choose: Callable[[Any, str], torch.dtype]) -> Any:
-    def rule(operator: Any, kind: str) -> Any:
+def _casting(choose: Callable[[Any], torch.dtype]) -> Any:
+    def rule(operator: Any) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with _below():
-                dtype = choose((args, kwargs), kind)
+                dtype = choose((args, kwargs))
                 # From the right, as compilers evaluate the arguments of a call: where copies lie depends on it.
-                cast = {name: _cast(value, dtype, kind) for name, value in reversed(kwargs.items())}
-                return operator(*[_cast(value, dtype, kind) for value in reversed(args)][::-1], **cast)
+                cast = {name: _cast(value, dtype) for name, value in reversed(kwargs.items())}
+                return operator(*[_cast(value, dtype) for value in reversed(args)][::-1], **cast)
 
         return kernel
 
     return rule
 
 
-def _widest(given: Any, kind: str) -> torch.dtype:
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(given) if _is_eligible(leaf, kind)]
+def _widest(given: Any) -> torch.dtype:
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(given) if _is_eligible(leaf)]
     wide = any(tensor.dtype is torch.float32 for tensor in tensors)
-    return torch.float32 if wide else torch.get_autocast_dtype(kind)
+    return torch.float32 if wide else torch.get_autocast_dtype("cuda")
 
 
-def _with_dtype(operator: Any, kind: str) -> Any:
+def _with_dtype(operator: Any) -> Any:
     """Return the rule that asks for results in float32 where nothing else is asked for."""
     position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs.get("dtype")
-        if given is None and _is_eligible(args[0], kind):
+        if given is None and _is_eligible(args[0]):
             args, kwargs = args[:position], kwargs | {"dtype": torch.float32}
         with _below():
             return operator(*args, **kwargs)
@@ -260,14 +255,14 @@ def _with_dtype(operator: Any, kind: str) -> Any:
     return kernel
 
 
-def _norm(operator: Any, kind: str) -> Any:
+def _norm(operator: Any) -> Any:
     """Return the rule for norms, whose overloads with a dtype are others."""
     typed = _norms.ScalarOpt_dtype if operator is _norms.Scalar else _norms.ScalarOpt_dim_dtype
 
     def kernel(tensor: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
         rest = () if operator is _norms.Scalar else (dim, keepdim)
         with _below():
-            return typed(tensor, p, *rest, dtype=torch.float32 if _is_eligible(tensor, kind) else tensor.dtype)
+            return typed(tensor, p, *rest, dtype=torch.float32 if _is_eligible(tensor) else tensor.dtype)
 
     return kernel
 
@@ -275,7 +270,7 @@ def _norm(operator: Any, kind: str) -> Any:
 def _noted(tracker: DeviceTracker, name: str) -> Any:
     """Return the rule that leaves an operator as it is, and says that this may be wrong."""
 
-    def rule(operator: Any, kind: str) -> Any:
+    def rule(operator: Any) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             tracker.meter.cannot_tell(f"autocast of {name}")
             with _below():
@@ -286,7 +281,7 @@ def _noted(tracker: DeviceTracker, name: str) -> Any:
     return rule
 
 
-def _banned(_operator: Any, _kind: str) -> Any:
+def _banned(_operator: Any) -> Any:
     def kernel(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -296,9 +291,9 @@ def _banned(_operator: Any, _kind: str) -> Any:
     return kernel
 
 
-_RULES: Final[dict[str, Callable[[Any, str], Any]]] = {
-    "lower_precision_fp": _casting(lambda _given, kind: torch.get_autocast_dtype(kind)),
-    "fp32": _casting(lambda _given, _kind: torch.float32),
+_RULES: Final[dict[str, Callable[[Any], Any]]] = {
+    "lower_precision_fp": _casting(lambda _given: torch.get_autocast_dtype("cuda")),
+    "fp32": _casting(lambda _given: torch.float32),
     "fp32_set_opt_dtype": _with_dtype,
     "fp32_append_dtype": _norm,
     "promote": _casting(_widest),

@@ -6,7 +6,7 @@ even to free it would be a call to the device. What the snapshot of the cell's s
 on the fakes.
 
 Limits: one device of the process in use. Graphs that were recorded there cannot be
-run. None of this has to work: ``device_check`` runs a backward, and what fails is refused.
+run. None of this has to work: the check of ``devices`` runs a backward, and what fails is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.devices import asked_of_to
-from oomdoctor.forecast.layout import Layout
-from oomdoctor.forecast.survey import Alive, live_storages
+from oomdoctor.forecast.ledger import Layout
+from oomdoctor.forecast.roles import Alive, live_storages
 from oomdoctor.objects.alive import alive, is_apart
 from oomdoctor.sandbox.card import Card
 from oomdoctor.sandbox.copies import one_sentence

@@ -70,11 +70,10 @@ def replace(tracker: Tracker, card: Card) -> Workspaces:
         "softmax.int": _softmax_of(_aten.softmax.int, _aten._softmax.default),
         "log_softmax.int": _softmax_of(_aten.log_softmax.int, _aten._log_softmax.default),
     }
-    if card.type == "cuda":
-        own["scaled_dot_product_attention"], own["linear"] = _attention(card), _linear
-        own |= {name: _recurrent(name, mode) for name, mode in _RECURRENT.items()}
-        if hasattr(_aten, "_fused_rms_norm"):
-            own["rms_norm"] = _rms_norm
+    own["scaled_dot_product_attention"], own["linear"] = _attention(card), _linear
+    own |= {name: _recurrent(name, mode) for name, mode in _RECURRENT.items()}
+    if hasattr(_aten, "_fused_rms_norm"):
+        own["rms_norm"] = _rms_norm
     for name, kernel in own.items():
         _library.impl(name, kernel, "AutogradCPU")
         tracker.handlers[operator_named(name)] = _again(tracker, kernel)

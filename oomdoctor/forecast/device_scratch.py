@@ -11,13 +11,13 @@ Source: the files of ``aten/src/ATen/native/cuda`` that are named at each; alloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.forecast.host_scratch import dense_copy, matrix_copy
-from oomdoctor.forecast.reductions import Kind, staging
+from oomdoctor.forecast.cost import dense_copy, matrix_copy
 from oomdoctor.forecast.values import named
 
 if TYPE_CHECKING:
@@ -52,17 +52,72 @@ def scratch(card: Card, func: Any, args: Any, kwargs: Any, out: Any) -> Turns:
     return [tuple(size for size in turn if size) for turn in turns if any(turn)]
 
 
-# Reductions ----------------------------------------------------------------------------------------------------------
+# Reductions -----------------------------------------------------------------------------------------------------------
+
+# Where there are fewer outputs than the device has room for threads, several blocks of threads work at one, and each
+# writes its part into memory of the caching allocator. Where elements that lie side by side are reduced that is a few
+# KiB and not counted; where they are kept, it is often many times the result: the sum over 4096 rows of 2048 floats
+# takes 64 MiB beside its 8 KiB. Source: ``setReduceConfig`` and ``ReduceConfig`` in ``Reduce.cuh`` of torch 2.14. Names
+# are those used there.
+
+_MOST_THREADS: Final = 512
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""Values that a thread has to reduce at least, and at most, where blocks share an output."""
+
+
+def staging(card: Card, tensor: torch.Tensor, dims: Sequence[int] | None, partial: int) -> tuple[int, ...]:
+    """Return the bytes of the buffer and of the semaphores of a reduction; nothing where a block has an output alone.
+
+    Args:
+        dims: over which dimensions; None or none for all.
+        partial: bytes of what is handed over for each output: a sum, or a value with its index.
+    """
+    over = {dim % tensor.dim() for dim in dims} if dims and tensor.dim() else set(range(tensor.dim()))
+    shape, strides = tensor.shape, tensor.stride()
+    reduced = [dim for dim in over if shape[dim] > 1]
+    kept = [dim for dim in reversed(range(tensor.dim())) if dim not in over and shape[dim] > 1]
+    if not tensor.numel() or not kept or any(strides[dim] < strides[kept[0]] for dim in reduced):
+        return ()
+    outputs, inputs = (math.prod(shape[dim] for dim in dims) for dims in (kept, reduced))
+    vector = _output_vector(tensor, kept, reduced)
+    most = (256 if tensor.element_size() == 16 else _MOST_THREADS) // vector
+    width = min(_power(outputs // vector, most), _WARP)
+    height = min(_power(inputs, most), most // width)
+    width = min(_power(outputs // vector, most), most // height)
+    grid = -(-(outputs // vector) // width)
+    target = card.multiprocessors * (card.threads // (width * height))
+    values = -(-inputs // height)
+    if inputs < min(height * 16, _MOST_VALUES) or values < _MOST_VALUES or grid > target:
+        return ()
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return (partial * outputs * blocks * width * vector, 4 * grid) if blocks > 1 else ()
+
+
+def _output_vector(tensor: torch.Tensor, kept: Sequence[int], reduced: Sequence[int]) -> int:
+    """Return how many outputs side by side a thread makes at once: up to 4, where all of them are aligned."""
+    if tensor.stride(kept[0]) != 1:
+        return 1
+    length, others = 1, [tensor.stride(dim) for dim in reduced]
+    for at, dim in enumerate(kept):
+        if tensor.stride(dim) != length:
+            others += [tensor.stride(dim) for dim in kept[at:]]
+            break
+        length *= tensor.shape[dim]
+    vector = 4
+    for number in (int(tensor.storage_offset()), length, *others):
+        while number % vector:
+            vector //= 2
+    return vector
+
+
+def _power(value: int, most: int) -> int:
+    """Return the largest power of two that is not above ``value``, or ``most``."""
+    return 1 << (max(value, 1).bit_length() - 1) if value < most else most
 
 
 def _wide(tensor: torch.Tensor) -> int:
     """Return the bytes in which sums of elements are kept: those of halves in float32, of integers in int64."""
     return max(4 if tensor.is_floating_point() else 16 if tensor.is_complex() else 8, tensor.element_size())
-
-
-def _of_extreme(card: Card, given: dict[str, Any], _out: Any) -> Turns:
-    dims = [given["dim"]] if "dim" in given else None
-    return [_staged(card, given["self"], dims, _plainly if dims is None else _with_index)]
 
 
 def _with_index(_tensor: torch.Tensor) -> int:
@@ -78,7 +133,7 @@ def _plainly(tensor: torch.Tensor) -> int:
     return tensor.element_size()
 
 
-def _reduces(partial: Callable[[torch.Tensor], int], *, vector: int = 4, casts: bool = False) -> _Rule:
+def _reduces(partial: Callable[[torch.Tensor], int], *, casts: bool = False) -> _Rule:
     def rule(card: Card, given: dict[str, Any], out: Any) -> Turns:
         tensor, copied = given["self"], 0
         result = out[0] if isinstance(out, (tuple, list)) else out
@@ -86,26 +141,19 @@ def _reduces(partial: Callable[[torch.Tensor], int], *, vector: int = 4, casts: 
         if casts and result.dtype is not tensor.dtype and not widens:  # it is cast as a whole before it is summed up
             tensor = torch.empty_like(tensor, dtype=result.dtype)
             copied = tensor.nbytes
-        dims = given.get("dim")
-        dims = [dims] if isinstance(dims, int) else dims
-        return [(copied, *_staged(card, tensor, dims, partial, vector))]
+        return [(copied, *_staged(card, tensor, given.get("dim"), partial))]
 
     return rule
 
 
-def _staged(card: Card, tensor: Any, dims: Any, partial: Callable[[Any], int], vector: int = 4) -> tuple[int, ...]:
-    return staging(card, tensor, dims, Kind(itemsize=tensor.element_size(), partial=partial(tensor), vector=vector))
+def _staged(card: Card, tensor: Any, dims: Any, partial: Callable[[Any], int]) -> tuple[int, ...]:
+    return staging(card, tensor, [dims] if isinstance(dims, int) else dims, partial(tensor))
 
 
-def _of_booleans(card: Card, given: dict[str, Any], out: Any) -> Turns:
-    dims = given.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    return [_staged(card, given["self"], dims, lambda _tensor: 1)]
-
-
-def _of_count(card: Card, given: dict[str, Any], _out: Any) -> Turns:
-    flags = torch.empty_like(given["self"], dtype=torch.int64)
-    return [(flags.numel(), 8, flags.nbytes, *_staged(card, flags, None, _wide))]
+def _of_count(_card: Card, given: dict[str, Any], _out: Any) -> Turns:
+    """Return the flags as bytes and as integers, and the sum of these."""
+    count = given["self"].numel()
+    return [(count, 8, count * _INDEX)]
 
 
 def _of_logsumexp(card: Card, given: dict[str, Any], out: Any) -> Turns:
@@ -117,20 +165,15 @@ def _of_logsumexp(card: Card, given: dict[str, Any], out: Any) -> Turns:
     ]
 
 
-def _of_mean_loss(card: Card, given: dict[str, Any], out: Any) -> Turns:
+def _of_mean_loss(_card: Card, given: dict[str, Any], out: Any) -> Turns:
     """Source: ``mse_loss`` and its like make the differences, and then their mean."""
-    if out.dim():
-        return []
-    tensor = given["self"]
-    return [(tensor.nbytes, *_staged(card, tensor, None, _wide))]
+    return [] if out.dim() else [(given["self"].nbytes,)]
 
 
-def _of_draws(card: Card, given: dict[str, Any], _out: Any) -> Turns:
+def _of_draws(_card: Card, given: dict[str, Any], _out: Any) -> Turns:
     """Source: ``multinomial`` in ``Distributions.cpp`` and ``MultinomialKernel.cu``."""
-    tensor, samples = given["self"], given["num_samples"]
-    if samples == 1 or not given["replacement"]:
-        return [(tensor.nbytes, *_staged(card, tensor, [-1], _with_index))]
-    return [(tensor.nbytes,) * 3]
+    tensor = given["self"]
+    return [(tensor.nbytes,) * (1 if given["num_samples"] == 1 or not given["replacement"] else 3)]
 
 
 # Copies --------------------------------------------------------------------------------------------------------------
@@ -173,10 +216,9 @@ def _of_softmax_gradient(_card: Card, given: dict[str, Any], _out: Any) -> Turns
     return [(dense_copy(grad), grad.numel() * grad.element_size())]
 
 
-def _of_safe_softmax(card: Card, given: dict[str, Any], out: Any) -> Turns:
+def _of_safe_softmax(_card: Card, given: dict[str, Any], out: Any) -> Turns:
     """Return which scores are masked, and which rows are as a whole. Source: ``_safe_softmax`` in ``attention.cpp``."""
-    masked, dim = torch.empty_like(out, dtype=torch.bool), given["dim"]
-    return [(masked.nbytes, masked.nbytes // out.shape[dim], *_staged(card, masked, [dim], lambda _tensor: 1))]
+    return [(out.numel(), out.numel() // out.shape[given["dim"]])]
 
 
 def _of_distances(_card: Card, given: dict[str, Any], _out: Any) -> Turns:
@@ -288,10 +330,10 @@ _RULES: Final = _table(
         ("linalg_vector_norm norm", _reduces(_wide)),
         ("amax amin", _reduces(_plainly)),
         ("argmax argmin", _reduces(_with_index)),
-        ("max min", _of_extreme),
+        ("max min", _reduces(_with_index)),
         ("aminmax", _reduces(lambda tensor: 2 * tensor.element_size())),
-        ("var std var_mean std_mean", _reduces(_moments, vector=2)),
-        ("any all", _of_booleans),
+        ("var std var_mean std_mean", _reduces(_moments)),
+        ("any all", _reduces(lambda _tensor: 1)),
         ("count_nonzero", _of_count),
         ("logsumexp", _of_logsumexp),
         ("mse_loss smooth_l1_loss huber_loss binary_cross_entropy", _of_mean_loss),

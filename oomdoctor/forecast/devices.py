@@ -5,15 +5,16 @@ lie and refuses what mixes devices, as CUDA does. Only below Python is there not
 is built with the keys of the CPU and compiled code is told that it lies there, while Python code is told the truth of
 the shadow: ``tensor.device`` is ``cuda:0``. Moves between devices, which compiled code would take for none, are made
 here. What else Python can ask of a device is in ``device_calls``, what operators do differently there in
-``device_kernels`` and ``device_autocast``; ``device_check`` proves all of it before a number is believed.
+``device_kernels`` and ``device_autocast``; ``check`` proves all of it before a number is believed.
 
 Limits: one device. Storages of the device and of the host are counted in ledgers of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +22,13 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
+from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.device_scratch import scratch
 from oomdoctor.forecast.ledger import Ledger
 from oomdoctor.forecast.tracker import NoDevice, Tracker
-from oomdoctor.sandbox.card import TYPES
+from oomdoctor.sandbox.card import cublas_workspace_bytes
 from oomdoctor.sandbox.copies import one_sentence
 
 if TYPE_CHECKING:
@@ -48,11 +51,11 @@ _raw_device: Any = torch._C.TensorBase.device
 
 
 def lacking(error: BaseException) -> str | None:
-    """Return the type of the device whose lack ``error`` tells of, None where it tells of something else."""
+    """Return whether ``error`` tells of the lack of ``cuda``, of ``another`` device, or of something else: None."""
     text = one_sentence(error)
     if not isinstance(error, NoDevice) and not any(words in text for words in _WORDS):
         return None
-    return next((kind for kind in TYPES if kind in text.lower()), "cuda" if "NVIDIA" in text else None)
+    return "cuda" if "cuda" in text.lower() or "NVIDIA" in text else "another"
 
 
 class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
@@ -70,8 +73,8 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
         super().__init__(ledger, of_card=True)
         self.card = card
         self.workspaces: Any = None
-        self.ledgers[card.type] = Ledger()
-        self.ledger = self.ledgers["cpu" if asks_host else card.type]
+        self.ledgers["cuda"] = Ledger()
+        self.ledger = self.ledgers["cpu" if asks_host else "cuda"]
         self._asked: tuple[torch.device, tuple[Any, ...]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +91,7 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
 
     def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
         """Return what an operation on the device takes from its allocator for itself. See ``device_scratch``."""
-        if self.card.type != "cuda" or not any(_lies_on(value, self.card) for value in (*args[:2], out)):
+        if not any(map(_lies_there, (*args[:2], out))):
             return []
         self.workspaces.follow(func)
         return scratch(self.card, func, args, kwargs, out)
@@ -98,8 +101,8 @@ def _place(frame: FrameType) -> tuple[CodeType, int, int]:
     return frame.f_code, id(frame), frame.f_lasti
 
 
-def _lies_on(value: Any, card: Card) -> bool:
-    return isinstance(value, FakeTensor) and value.fake_device.type == card.type
+def _lies_there(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
 def emulate(tracker: DeviceTracker) -> None:
@@ -108,9 +111,9 @@ def emulate(tracker: DeviceTracker) -> None:
     Raises:
         ForecastError: it does not work with this torch; the reason says what.
     """
-    from oomdoctor.forecast import device_autocast, device_check, device_kernels
+    from oomdoctor.forecast import device_autocast, device_kernels
     from oomdoctor.sandbox import device_calls
-    from oomdoctor.sandbox.autograd import mend_autograd
+    from oomdoctor.sandbox.card import mend_autograd
 
     card = tracker.card
     if card.held is not None or card.flag is not None:
@@ -121,7 +124,7 @@ def emulate(tracker: DeviceTracker) -> None:
     device_calls.replace(tracker.ledger, card)
     tracker.workspaces = device_kernels.replace(tracker, card)
     device_autocast.replace(tracker)
-    device_check.check(tracker, card)
+    check(tracker)
 
 
 def _build_on_cpu(card: Card) -> None:
@@ -164,7 +167,7 @@ def _tell_of_device(tracker: Tracker) -> None:
     _Tensor.device = property(device_of)
     for cls in (_Tensor, _Fake):
         cls.get_device = index_of
-        for name in ("cpu", "cuda", "xpu", "mps", "meta"):
+        for name in ("cpu", "cuda", "meta"):
             setattr(cls, f"is_{name}", property(_is_on(name)))
         cls.record_stream = lambda tensor, stream: None
     _follow_data()
@@ -232,13 +235,12 @@ def _move(card: Card) -> None:
     def to_card(
         tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
     ) -> torch.Tensor:
-        return to(tensor, card.type if device is None else device, memory_format=memory_format)
+        return to(tensor, "cuda" if device is None else device, memory_format=memory_format)
 
     for cls in (_Tensor, _Fake):
         cls.to = cls.type_as = to
         cls.cpu = lambda tensor, memory_format=torch.preserve_format: to(tensor, _CPU, memory_format=memory_format)
-        if card.type != "mps":
-            setattr(cls, card.type, to_card)
+        cls.cuda = to_card
     _convert(to)
 
 
@@ -278,3 +280,114 @@ def asked_of_to(card: Card, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     options = {"dtype": dtype, "memory_format": memory_format}
     given = {name: value for name, value in options.items() if value is not None}
     return None if device is None else card.resolve(device), given, copies
+
+
+# The check ------------------------------------------------------------------------------------------------------------
+
+# A small program whose numbers are known is run on the emulated device before any number of it is believed.
+
+
+_ROWS, _COLUMNS = 64, 128
+_FLOATS = _ROWS * _COLUMNS * 4
+
+
+def check(tracker: DeviceTracker) -> None:
+    """Run the program on ledgers of its own.
+
+    Raises:
+        ForecastError: it failed, or one of its numbers is not what it has to be.
+    """
+    with _apart(tracker):
+        _check_moves(tracker)
+        _check_step(tracker)
+        _check_kernels(tracker)
+
+
+def check_autocast(tracker: DeviceTracker) -> None:
+    """Look at the types of what autocast of the device, which is on, makes.
+
+    Raises:
+        ForecastError: one of them is not what it has to be.
+    """
+    with _apart(tracker):
+        lower = torch.get_autocast_dtype("cuda")
+        tensor = torch.ones(_ROWS, _COLUMNS, device="cuda")
+        product = tensor @ tensor.mT
+        _expect("the dtype of a product under autocast", product.dtype, lower)
+        _expect("the dtype of a softmax under autocast", product.softmax(-1).dtype, torch.float32)
+        host = torch.ones(2, 2) @ torch.ones(2, 2)
+        _expect("the dtype of a product in host memory", host.dtype, torch.float32)
+
+
+@contextlib.contextmanager
+def _apart(tracker: DeviceTracker) -> Iterator[None]:
+    """Count what the block makes in ledgers of its own, and say what went wrong in it.
+
+    Raises:
+        ForecastError: something did.
+    """
+    aside = tracker.host, tracker.ledger, tracker.ledgers
+    workspaces = tracker.workspaces.swap({})
+    tracker.host, tracker.ledger = Ledger(), Ledger()
+    tracker.ledgers = {"cpu": tracker.host, "cuda": tracker.ledger}
+    try:
+        with _disable_current_modes(), tracker.fake_mode, tracker, torch.random.fork_rng(devices=()):
+            yield
+    except ForecastError:
+        raise
+    except Exception as error:
+        raise _failed(one_sentence(error)) from error
+    finally:
+        tracker.host, tracker.ledger, tracker.ledgers = aside
+        tracker.workspaces.swap(workspaces)
+
+
+def _failed(what: str) -> ForecastError:
+    return ForecastError(f"a device of CUDA cannot be emulated with this torch: {what}")
+
+
+def _expect(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise _failed(f"{what} is {found} instead of {expected}")
+
+
+def _check_moves(tracker: DeviceTracker) -> None:
+    """There and back, and never both at once."""
+    card = tracker.card
+    host, there = tracker.ledgers["cpu"], tracker.ledger
+    tensor = torch.ones(_ROWS, _COLUMNS, device="cuda")
+    _expect("a new tensor", (tensor.device, there.live, host.live), (card.device, _FLOATS, 0))
+    back = tensor.cpu()
+    _expect("a copy in host memory", (back.device.type, there.live, host.live), ("cpu", _FLOATS, _FLOATS))
+    _expect("the device of a copy there", back.to("cuda").device, card.device)
+    with contextlib.suppress(RuntimeError):
+        _expect("the sum of tensors on two devices", tensor + back, None)
+    del tensor
+    _expect("what is left on the device", there.live, 0)
+
+
+def _check_step(tracker: DeviceTracker) -> None:
+    """One step of training: weight, gradient, and the momentum that stays."""
+    card = tracker.card
+    weight = torch.nn.Parameter(torch.ones(_COLUMNS, _COLUMNS, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    torch.autograd.backward((torch.ones(_ROWS, _COLUMNS, device="cuda") @ weight).sum())
+    _expect("the device of a gradient", getattr(weight.grad, "device", None), card.device)
+    optimizer.step()
+    weight.grad = None
+    products = 2 * cublas_workspace_bytes(card.capability)
+    _expect("what a step leaves", tracker.ledger.live, 2 * _COLUMNS * _COLUMNS * 4 + products)
+
+
+def _check_kernels(tracker: DeviceTracker) -> None:
+    """What CUDA does in another way: a mask of bytes, no scores."""
+    ledger, begin = tracker.ledger, tracker.ledger.live
+    tensor = torch.ones(1, 2, _ROWS, 32, device="cuda", requires_grad=True)
+    size = tensor.numel()
+    dropped = torch.nn.functional.dropout(tensor, 0.5)
+    _expect("what dropout keeps", ledger.live - begin, 4 * size + 5 * size)
+    del dropped
+    ledger.peak = before = ledger.live
+    torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor)
+    writes_scores = ledger.peak - before - 4 * size >= 2 * _ROWS * _ROWS * 4
+    _expect("whether attention writes its scores down", writes_scores, False)

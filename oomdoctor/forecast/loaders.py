@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,15 +29,15 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from oomdoctor.allocator.composites import run_apart, stays_whole
 from oomdoctor.allocator.ledger import storages_of
+from oomdoctor.allocator.mode import run_apart, stays_whole
 from oomdoctor.forecast.ledger import Ledger
-from oomdoctor.forecast.loops import length_of, size_of
-from oomdoctor.forecast.operators import Together
+from oomdoctor.forecast.loop_hooks import length_of, size_of
 from oomdoctor.model.memory import Role
+from oomdoctor.sandbox.walls import fetch_here
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.tracker import Tracker
 
 _FEW: Final = 16
@@ -47,55 +47,22 @@ _PROBED: Final = 32
 """Samples, spread over a data set, that tell whether lengths are unlike."""
 _MEASURING_S: Final = 1.0
 _MOST_BATCHES: Final = 100_000
-_MOST_EVENTS: Final = 4096
-"""Events of one fetch; of one that has more, only what is alive together with the batch is gone through."""
-
-
-class Fetch:
-    """What one fetch of a batch allocates and frees: its samples, and what is made on the way to them.
-
-    In the run that is forecast each batch is fetched anew, and all of its samples are alive until it is put together.
-    So the trace of a real fetch is gone through for every batch that is handed out.
-
-    Args:
-        events: of a ledger, see there.
-        made: which tensor of the batch it is that an allocation is for.
-    """
-
-    def __init__(self, events: Sequence[Any] = (), made: dict[int, int] | None = None) -> None:
-        self._made = made or {}
-        begun = {event[1] for event in events if event[0] == "alloc"}
-        if len(events) > _MOST_EVENTS:  # what is gone before the first tensor of the batch is made is left out
-            first = next((at for at, event in enumerate(events) if event[1] in self._made), len(events))
-            begun -= {event[1] for event in events[:first] if event[0] == "free"}
-        whole = begun & ({event[1] for event in events if event[0] == "free"} | self._made.keys())
-        self._events = [event for event in events if event[1] in whole]
-
-    def happens(self, tracker: Tracker, batch: Any = ()) -> None:
-        """Go through it in the ledger of the host, and count ``batch`` as what it makes."""
-        ledger, tensors, taken = tracker.host, _tensors(batch), dict[int, Any]()
-        for event in self._events:
-            if event[1] in self._made:
-                tracker.hold_real(tensors[self._made[event[1]]], Role.BATCH)
-            elif event[0] == "alloc":
-                taken[event[1]] = ledger.take(event[2], Role.BATCH)
-            else:
-                ledger.give_back(taken.pop(event[1]))
-        for tensor in tensors:
-            tracker.hold_real(tensor, Role.BATCH)
 
 
 class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes down what is allocated and freed while it is on. To be used where no other mode is on.
+    """Counts what is alive while a batch is fetched: its samples, and what is made on the way to them.
+
+    In the run that is forecast each batch is fetched anew, and all of its samples are alive until it is put together.
+    To be used where no other mode is on.
 
     Args:
         tracker: its ledger of the host knows what was there before.
-        is_here: whether what is fetched counts here; else nothing is taken down.
+        is_here: whether what is fetched counts here; else nothing is counted.
     """
 
     def __init__(self, tracker: Tracker, *, is_here: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._host, self._is_here, self._ledger, self._begun = tracker.host, is_here, Ledger(), 0
+        self._host, self._is_here, self._ledger = tracker.host, is_here, Ledger()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,37 +77,44 @@ class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._ledger.hold(storage)
         return result
 
-    def begin(self) -> None:
-        """Note that what comes is the fetch itself: before it, a sampler may have drawn the order of all samples."""
-        self._begun = len(self._ledger.events)
-
-    def done(self, batch: Any) -> tuple[Fetch, Fetch]:
-        """Return what came before the fetch, and the fetch, whose outcome is ``batch``; count what else is kept.
-
-        What a data set makes once and keeps is counted from the first fetch on.
-        """
-        numbers = [
-            self._ledger.number_of(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-            for tensor in _tensors(batch)
-        ]
-        made = {number: at for at, number in enumerate(numbers) if number is not None}
+    def fetched(self, batch: Any) -> _Fetched:
+        """Return a batch with what was alive beside it; what a data set makes and keeps is counted from now on."""
+        beside = self._ledger.peak - self._ledger.live
+        own = {self._ledger.number_of(tensor.untyped_storage()) for tensor in _strided(batch)}
         for number, storage in self._ledger.alive():
-            if number not in made:
+            if number not in own:
                 self._host.hold(storage)
-        events = list(self._ledger.events)
-        return Fetch(events[: self._begun]), Fetch(events[self._begun :], made)
+        return _Fetched(batch, beside)
+
+
+class _Fetched(NamedTuple):
+    """A batch, and how many bytes are alive beside it while it is fetched."""
+
+    batch: Any
+    beside: int = 0
+
+    def happens(self, tracker: Tracker) -> None:
+        """Count it in the ledger of the host."""
+        samples = tracker.host.take(self.beside, Role.BATCH)
+        for tensor in _tensors(self.batch):
+            tracker.hold_real(tensor, Role.BATCH)
+        tracker.host.give_back(samples)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor)]
 
 
+def _strided(batch: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors(batch) if tensor.layout is torch.strided]
+
+
 def _bytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in _tensors(batch))
 
 
-def replace_loaders(tracker: Tracker, pace: Pace) -> None:
-    """Make every ``DataLoader`` of this process repeat its batches, for as long as ``pace`` wants more."""
+def replace_loaders(tracker: Tracker, loops: LoopModel) -> None:
+    """Make every ``DataLoader`` of this process repeat its batches, for as long as ``loop_hooks`` wants more."""
     known: weakref.WeakKeyDictionary[Any, _Batches] = weakref.WeakKeyDictionary()
 
     def iterate(loader: Any) -> Iterator[Any]:
@@ -149,7 +123,7 @@ def replace_loaders(tracker: Tracker, pace: Pace) -> None:
                 is_here = tracker.ledger is tracker.host and not loader.num_workers
                 is_here = known[loader].is_here if loader in known else is_here
                 known[loader] = _batches(loader, tracker, is_here=is_here)
-        return _repeat(known[loader], loader, tracker, pace)
+        return _repeat(known[loader], loader, tracker, loops)
 
     cls: Any = DataLoader
     cls.__iter__ = iterate
@@ -169,7 +143,7 @@ def _replace_workers(tracker: Tracker) -> None:
                     *(iterator._collate_fn, iterator._drop_last),
                 )
             batch = fetchers[iterator].fetch(next(iterator._sampler_iter))
-        Fetch().happens(tracker, batch)
+        _Fetched(batch).happens(tracker)
         return batch
 
     cls: Any = _MultiProcessingDataLoaderIter
@@ -184,75 +158,49 @@ class _Batches:
         first: its first batch.
         is_here: whether they are fetched in the memory that is asked about: workers have memory of their own, and no
             loader fetches on a device.
-        begins: what it takes to begin to go through it; ``takes``: to fetch the first batch.
-        longest: the one that holds the longest samples, where samples are of unlike lengths; ``longest_takes``: what it
-            takes to fetch that one.
+        longest: the one that holds the longest samples, where samples are of unlike lengths.
         rest: gives those after the first, where they can only be had one after the other.
     """
 
-    first: Any
+    first: _Fetched
     is_here: bool
-    begins: Fetch
-    takes: Fetch
-    longest: Any = None
-    longest_takes: Fetch | None = None
+    longest: _Fetched | None = None
     rest: Iterator[Any] | None = None
 
 
 def _batches(loader: Any, tracker: Tracker, *, is_here: bool) -> _Batches:
-    loader.__dict__.update(
-        num_workers=0,
-        pin_memory=False,
-        persistent_workers=False,
-        timeout=0,
-        prefetch_factor=None,
-        _DataLoader__multiprocessing_context=None,
-        worker_init_fn=None,
-    )
+    fetch_here(loader)
+    iterator: Any = _SingleProcessDataLoaderIter(loader)
+    fetcher: Any = iterator._dataset_fetcher
     fetching = Fetching(tracker, is_here=is_here)
-    with fetching:
-        iterator: Any = _SingleProcessDataLoaderIter(loader)
-    fetcher = iterator._dataset_fetcher
     is_map = isinstance(fetcher, _MapDatasetFetcher)
     if not is_map:
-        fetching.begin()
         with fetching:
             batch = next(iterator)
-        begins, takes = fetching.done(batch)
-        return _Batches(batch, is_here=is_here, begins=begins, takes=takes, rest=iterator)
+        return _Batches(fetching.fetched(batch), is_here=is_here, rest=iterator)
     if not hasattr(fetcher.dataset, "__getitems__"):
         fetcher.dataset = _FewSamples(fetcher.dataset)
     fetch = fetcher.fetch
-
-    def fetched(indices: Any) -> Any:
-        def together() -> Any:
-            with Together():  # type: ignore[no-untyped-call]
-                return fetch(indices)
-
-        fetching.begin()
-        return _made(together, lambda: fetch(indices), tracker)
-
-    fetcher.fetch = fetched
+    fetcher.fetch = lambda indices: _made(partial(fetch, indices), tracker)
     with fetching:
         batch = next(iterator)
-    begins, takes = fetching.done(batch)
-    found = _Batches(batch, is_here=is_here, begins=begins, takes=takes)
+    batches = _Batches(fetching.fetched(batch), is_here=is_here)
     for indices in _longest_batches(loader, tracker):
         fetching = Fetching(tracker, is_here=is_here)
         with fetching:
-            batch = fetched(indices)
-        if _bytes(batch) > _bytes(found.first if found.longest is None else found.longest):
-            found.longest, (_, found.longest_takes) = batch, fetching.done(batch)
-    return found
+            batch = fetcher.fetch(indices)
+        if _bytes(batch) > _bytes((batches.longest or batches.first).batch):
+            batches.longest = fetching.fetched(batch)
+    return batches
 
 
-def _made(make: Callable[[], Any], among_fakes: Callable[[], Any], tracker: Tracker) -> Any:
+def _made(make: Callable[[], Any], tracker: Tracker) -> Any:
     """Return what is made of real tensors, or among fakes where some of them, which the cell made, are fakes."""
     try:
         return make()
     except AssertionError:  # of torch, which does not have both in one operation
         with tracker.fake_mode:
-            return among_fakes()
+            return make()
 
 
 class _FewSamples:
@@ -283,42 +231,45 @@ def _are_fakes_alike(samples: Sequence[Any]) -> bool:
     return has_fakes and all(kind == kinds[0] for kind in kinds)
 
 
-def _repeat(batches: _Batches, loader: Any, tracker: Tracker, pace: Pace) -> Iterator[Any]:
+def _repeat(batches: _Batches, loader: Any, tracker: Tracker, loops: LoopModel) -> Iterator[Any]:
     total = length_of(loader)
-    loop = pace.begins(total, id(loader))
-    batches.begins.happens(tracker)
+    loop = loops.begins(total, id(loader))
     try:
-        while (total is None or loop.turns < total) and pace.wants_more(loop):
+        while (total is None or loop.turns < total) and loops.wants_more(loop):
             with _disable_current_modes():
                 try:
-                    batch, takes = _batch(batches, loader, loop.turns, total, tracker)
+                    fetched = _batch(batches, loader, loop.turns, total, tracker)
                 except StopIteration:
                     loop.turns -= 1
                     return
-            takes.happens(tracker, batch)
+            fetched.happens(tracker)
+            batch = fetched.batch
+            del fetched
             yield batch
             del batch
     finally:
-        pace.ended(loop)
+        loops.ended(loop)
 
 
-def _batch(batches: _Batches, loader: Any, turn: int, total: int | None, tracker: Tracker) -> tuple[Any, Fetch]:
-    """Return the batch of a turn, and what it takes to fetch it.
-
-    Of two kinds each comes in its turn, so that a step after the first one has the longest.
+def _batch(batches: _Batches, loader: Any, turn: int, total: int | None, tracker: Tracker) -> _Fetched:
+    """Return the batch of a turn. Of two kinds each comes in its turn, so that a step after the first has the longest.
 
     Raises:
         StopIteration: there is no more.
     """
-    if batches.longest_takes is not None and not turn % 2:
-        return tree_map_only(torch.Tensor, torch.clone, batches.longest), batches.longest_takes
+    if batches.longest is not None and not turn % 2:
+        return _again(batches.longest, torch.clone)
     if turn > 1 and batches.rest is not None:
         fetching = Fetching(tracker, is_here=batches.is_here)
         with fetching:
             batch = next(batches.rest)
-        return batch, fetching.done(batch)[1]
+        return fetching.fetched(batch)
     is_last = turn == total and batches.longest is None
-    return tree_map_only(torch.Tensor, _rest(loader) if is_last else torch.clone, batches.first), batches.takes
+    return _again(batches.first, _rest(loader) if is_last else torch.clone)
+
+
+def _again(fetched: _Fetched, copy: Callable[[torch.Tensor], torch.Tensor]) -> _Fetched:
+    return fetched._replace(batch=tree_map_only(torch.Tensor, copy, fetched.batch))
 
 
 def _rest(loader: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -381,7 +332,6 @@ def _measure(dataset: Any, indices: Sequence[int], known: dict[Any, int], tracke
     end = time.monotonic() + _MEASURING_S
     for index in indices:
         if index not in known:
-            sample = partial(operator.getitem, dataset, index)
-            known[index] = size_of(_made(sample, sample, tracker))
+            known[index] = size_of(_made(partial(operator.getitem, dataset, index), tracker))
         if time.monotonic() > end:
             return

@@ -20,15 +20,13 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.forecast import values
 from oomdoctor.forecast.values import HINT, LIKELY, Handler, is_known, known, named
 
 _aten = torch.ops.aten
 _MOST_DRAWN: Final = 1 << 17
-_FEW: Final = 2
-"""So many of tensors that are alike tell what putting all together makes; each takes the fake mode dozens of µs."""
 
 
 # Bools ---------------------------------------------------------------------------------------------------------------
@@ -129,30 +127,6 @@ def move_generator(generator: Any) -> None:
 # What meta kernels do not tell ---------------------------------------------------------------------------------------
 
 
-def _put_together(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0]
-    if len(tensors) <= _FEW or not _are_alike(tensors):
-        return func(*args, **kwargs)
-    few = func(tensors[:_FEW], *args[1:], **kwargs)
-    if not few.is_contiguous():
-        return func(*args, **kwargs)
-    dim, shape = named(func, args, kwargs)["dim"], list(few.shape)
-    shape[dim] = shape[dim] // _FEW * len(tensors)
-    return few.new_empty(shape)
-
-
-def _are_alike(tensors: Any) -> bool:
-    def kind(tensor: Any) -> Any:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device
-
-    first = tensors[0]
-    if type(first) is not FakeTensor or first.layout is not torch.strided:
-        return False
-    others = (one for one in tensors if one is not first)
-    alike = all(type(one) is FakeTensor and kind(one) == kind(first) for one in others)
-    return alike and all(tensor.constant is None for tensor in tensors)
-
-
 def _reduced(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a number that lies in memory for one per element. Source: ``BinaryOps.cpp`` and ``Loss.cpp`` of ATen."""
     out = func(*args, **kwargs)
@@ -248,88 +222,38 @@ def operator_named(name: str) -> Any:
     return getattr(getattr(_aten, packet), overload or "default")
 
 
-PUT_TOGETHER: Final = _table(("stack cat", _put_together))
 WORKSPACES: Final = _table(("mkldnn_rnn_layer", _recurrent_layer), ("_cudnn_rnn", _cudnn_layers))
 """Operators that return a workspace for their backward, as the fourth of their results."""
-HANDLERS: Final = (
-    PUT_TOGETHER
-    | WORKSPACES
-    | _table(
-        ("nonzero", known(values.nonzero)),
-        ("masked_select", values.masked_select),
-        ("_unique2 unique_dim unique_consecutive", known(values.unique)),
-        ("index.Tensor", known(values.index)),
-        ("repeat_interleave.Tensor", known(values.repeat_interleave)),
-        ("bincount", known(values.bincount)),
-        ("_ctc_loss _ctc_loss.Tensor", values.ctc_loss),
-        (
-            "_ctc_loss_backward _ctc_loss_backward.Tensor",
-            lambda _func, args, _kwargs: torch.empty_like(args[1], memory_format=torch.contiguous_format),
-        ),
-        ("_pack_padded_sequence", values.packed),
-        ("_pack_padded_sequence_backward", lambda _func, args, _kwargs: args[0].new_zeros(args[1])),
-        ("_is_all_true isfinite", _hinted(True)),
-        ("isnan isinf", _hinted(False)),
-        *((f"{one.__name__}.Scalar", _compared(one)) for one in (operator.lt, operator.le, operator.gt, operator.ge)),
-        *((f"{one.__name__}.Scalar", _compared(one)) for one in (operator.eq, operator.ne)),
-        ("any all", _keeps_hint),
-        ("logical_or bitwise_or.Tensor", _decided_by(True)),
-        ("logical_and bitwise_and.Tensor", _decided_by(False)),
-        ("randint randint.generator randint.low randint.low_generator randperm randperm.generator", _integers),
-        ("arange arange.start arange.start_step", _integers),
-        ("zeros ones full", _made),
-        ("eye eye.m", _identity),
-        ("mse_loss smooth_l1_loss binary_cross_entropy", _reduced),
-        ("_efficientzerotensor", _without_memory),
-        ("geqrf", _reflectors),
-        ("_cudnn_rnn_backward", _cudnn_layers_backward),
-    )
+HANDLERS: Final = WORKSPACES | _table(
+    ("nonzero", known(values.nonzero)),
+    ("masked_select", values.masked_select),
+    ("_unique2 unique_dim unique_consecutive", known(values.unique)),
+    ("index.Tensor", known(values.index)),
+    ("repeat_interleave.Tensor", known(values.repeat_interleave)),
+    ("bincount", known(values.bincount)),
+    ("_ctc_loss _ctc_loss.Tensor", values.ctc_loss),
+    (
+        "_ctc_loss_backward _ctc_loss_backward.Tensor",
+        lambda _func, args, _kwargs: torch.empty_like(args[1], memory_format=torch.contiguous_format),
+    ),
+    ("_pack_padded_sequence", values.packed),
+    ("_pack_padded_sequence_backward", lambda _func, args, _kwargs: args[0].new_zeros(args[1])),
+    ("_is_all_true isfinite", _hinted(True)),
+    ("isnan isinf", _hinted(False)),
+    *((f"{one.__name__}.Scalar", _compared(one)) for one in (operator.lt, operator.le, operator.gt, operator.ge)),
+    *((f"{one.__name__}.Scalar", _compared(one)) for one in (operator.eq, operator.ne)),
+    ("any all", _keeps_hint),
+    ("logical_or bitwise_or.Tensor", _decided_by(True)),
+    ("logical_and bitwise_and.Tensor", _decided_by(False)),
+    ("randint randint.generator randint.low randint.low_generator randperm randperm.generator", _integers),
+    ("arange arange.start arange.start_step", _integers),
+    ("zeros ones full", _made),
+    ("eye eye.m", _identity),
+    ("mse_loss smooth_l1_loss binary_cross_entropy", _reduced),
+    ("_efficientzerotensor", _without_memory),
+    ("geqrf", _reflectors),
+    ("_cudnn_rnn_backward", _cudnn_layers_backward),
 )
 """What runs an operation on fake tensors in place of its own kernel."""
 COMPARISONS: Final = (_aten.equal.default, _aten.allclose.default)
 """Operations that answer with a bool, see ``Scalars.compare``."""
-_IN_PLACE: Final = frozenset(
-    map(
-        operator_named,
-        [
-            "add_.Tensor",
-            "add_.Scalar",
-            "mul_.Tensor",
-            "mul_.Scalar",
-            "div_.Tensor",
-            "addcmul_",
-            "addcdiv_",
-            "lerp_.Scalar",
-            "zero_",
-        ],
-    )
-)
-
-
-def changes_elements(func: Any, args: Any) -> bool:
-    """Return whether an operation changes elements of its first argument and nothing else: most of an optimizer's step.
-
-    It allocates nothing, so the fake mode, which takes a tenth of a millisecond, need not be asked. Any whose tensors
-    are not of one shape, type and device, without values that are followed, may be an error, or change more.
-    """
-    if func not in _IN_PLACE:
-        return False
-    first = args[0]
-    kind = first.shape, first.dtype, first.fake_device
-    return first.dtype.is_floating_point and all(
-        (value.shape, value.dtype, value.fake_device) == kind and value.constant is None
-        for value in args
-        if isinstance(value, FakeTensor)
-    )
-
-
-class Together(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts tensors that are alike together where the tracker does not see the operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a shadow
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = PUT_TOGETHER.get(func)
-        return func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})

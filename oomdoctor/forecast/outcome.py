@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
-from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
-from oomdoctor.forecast.steady import Lengthened, Tally
+from oomdoctor.forecast.dry_runs import BASIS, ON_CARD, Reading
+from oomdoctor.forecast.growth import Growth
 from oomdoctor.forecast.values import uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from oomdoctor.allocator.settings import AllocatorSettings
     from oomdoctor.forecast.cost import Meter
-    from oomdoctor.forecast.layout import Layout
-    from oomdoctor.forecast.ledger import Ledger, Note
-    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.ledger import Layout, Ledger, Note
+    from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.sandbox.card import Card
 
@@ -42,134 +41,129 @@ _HIDDEN_PAGES: Final = 3
 such segments in ``benchmarks/results/cuda.txt``."""
 
 
-def reading_of(
-    tracker: Tracker,
-    pace: Pace,
-    settings: AllocatorSettings,
-    *,
-    is_left: bool,
-    left_early: bool,
-    failure: str | None,
-    budget: int | None,
-    cached: bool,
-    card: Card | None,
-    layout: Layout | None,
-    statements: Sequence[int],
-) -> Reading:
-    """Return the figures of a run.
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A shadow run that is over, or was left.
 
-    Args:
+    Attributes:
         settings: those of the caching allocator.
-        is_left: whether the cell was left before its end; ``left_early``: while more was needed after its
-            training, or by a library in it.
-        failure: what it failed with because a loop was cut, None where it did not.
         budget: bytes that there are, None where it is not known.
         cached: whether a caching allocator stands between the tensors and the device.
         card: the device that was emulated and that this machine lacks, None where there is none.
-        layout: where what is alive at the start lies in it; None packs it into an empty one.
+        layout: where what is alive at the start lies in the allocator; None packs it into an empty one.
         statements: lines at which the statements of the cell begin, in order.
+        is_left: whether the cell was left before its end; ``left_early``: while more was needed after its training, or
+            by a library in it.
+        failure: what it failed with because a loop was cut, None where it did not.
     """
-    ledger, meter = tracker.ledger, tracker.meter
-    if layout is not None and layout.ledger is not ledger:
-        layout = None  # it is that of another memory than the one that is asked about
-    reserved, slack, margin = None, 0, meter.margin
-    if cached:
-        found, events = _replayed(ledger, pace, settings, layout, None)
-        slack = _slack(settings, layout, is_whole=events.is_steady and not is_left)
-        if layout is not None and budget is not None and found.peak_reserved * (1 + margin) > budget:
-            # What the cell finds cached and does not need is the first to be given back.
-            emptied, _ = _replayed(ledger, pace, settings, layout, None, is_emptied=True)
-            found = min(found, emptied, key=lambda one: one.peak_reserved)
-        if budget is not None and found.peak_reserved > budget:
-            # Short of room the allocator gives cached segments back: that run is the one that would be.
-            squeezed, _ = _replayed(ledger, pace, settings, layout, budget)
-            found = found if squeezed.failed_at is not None else squeezed
-        peak, reserved = found.peak_allocated, found.peak_reserved
-    else:
-        tally = Tally()
-        events = Lengthened(ledger.events, pace.cuts, tally)
-        for event in events:
-            tally.take(event)
-        peak = tally.peak_reserved + events.growth
-    error = round(slack / max(peak, reserved), 4) if reserved else 0.0
-    endless = events.endless if events.endless * _MANY > margin * peak else 0
-    missed = failure or _missed(tracker, pace)
-    is_bound = uncertain_bytes(ledger) > margin * ledger.peak
+
+    tracker: Tracker
+    loops: LoopModel
+    settings: AllocatorSettings
+    budget: int | None
+    cached: bool
+    card: Card | None
+    layout: Layout | None
+    statements: Sequence[int]
+    is_left: bool = True
+    left_early: bool = False
+    failure: str | None = None
+
+
+def reading_of(run: Run) -> Reading:
+    """Return the figures of a run."""
+    ledger, meter, loops = run.tracker.ledger, run.tracker.meter, run.loops
+    if run.layout is not None and run.layout.ledger is not ledger:
+        run.layout = None  # it is that of another memory than the one that is asked about
+    growth = Growth(ledger.events, loops.cuts)
+    peak, reserved = _with_cache(run, growth) if run.cached else (_peak(growth), None)
+    error = round(_slack(run) / max(peak, reserved), 4) if reserved else 0.0
+    endless = growth.endless if growth.endless * _MANY > meter.margin * peak else 0
+    missed = run.failure or _missed(run.tracker, loops)
+    is_bound = uncertain_bytes(ledger) > meter.margin * ledger.peak
     notes = {
-        f"{ON_CARD}{card.type if card is not None else None}": card is not None,
-        f"extrapolated over {events.over} steps": events.over,
+        ON_CARD: run.card is not None,
+        f"extrapolated over {growth.over} steps": growth.over,
         f"grows by {format_size(endless)} per step": endless,
         f"{missed}": missed,
         "what kernels need inside is an estimate": meter.is_estimate,
         **{f"{what} is not known": True for what in sorted(meter.unknown)},
-        "what is compiled counts as if it were not": tracker.is_uncompiled,
-        "on the likelier way where values decide": tracker.scalars.has_guessed,
+        "what is compiled counts as if it were not": run.tracker.is_uncompiled,
+        "on the likelier way where values decide": run.tracker.scalars.has_guessed,
         "at the most that values may decide": is_bound,
-        "at the most, as if no deque and no cycle were ever full": pace.is_counted_on,
-        "may be larger in steps that were not seen": pace.is_partial,
-        "what comes after the training is not seen": left_early,
+        "at the most, as if no deque and no cycle were ever full": loops.is_counted_on,
+        "may be larger in steps that were not seen": loops.is_partial,
+        "what comes after the training is not seen": run.left_early,
     }
     forecast = Forecast(
         basis=", ".join([BASIS, *(note for note, holds in notes.items() if holds)]),
-        budget=budget,
+        budget=run.budget,
         peak=peak,
         reserved=reserved,
-        error_ratio=max(margin, error),
+        error_ratio=max(meter.margin, error),
         peak_line=ledger.peak_line,
-        course=course_of(ledger, meter, statements),
-        at_least=bool(endless) or missed is not None or left_early,
-        at_most=is_bound or pace.is_counted_on,
+        course=course_of(ledger, meter, run.statements),
+        at_least=bool(endless) or missed is not None or run.left_early,
+        at_most=is_bound or loops.is_counted_on,
     )
-    return Reading(forecast=forecast, cost=meter.cost * pace.share, left_early=left_early)
+    return Reading(forecast=forecast, cost=meter.cost * loops.share, left_early=run.left_early)
 
 
-def _slack(settings: AllocatorSettings, layout: Layout | None, *, is_whole: bool) -> int:
+def _peak(growth: Growth) -> int:
+    sizes: dict[Hashable, int] = {}
+    live = peak = 0
+    for event in growth.events():
+        if event[0] == "alloc":
+            sizes[event[1]] = event[2]
+            live += event[2]
+            peak = max(peak, live)
+        else:
+            live -= sizes.pop(event[1], 0)
+    return peak
+
+
+def _with_cache(run: Run, growth: Growth) -> tuple[int, int]:
+    """Return the peaks of what a caching allocator has allocated and reserved.
+
+    Where it is short of room, it gives back what is cached.
+    """
+
+    def replayed(budget: int | None = None, *, is_emptied: bool = False) -> Replay:
+        allocator = CachingAllocator(budget, settings=run.settings)
+        blocks = None if run.layout is None else run.layout.seed(allocator, is_emptied=is_emptied)
+        return replay(growth.events(), allocator=allocator, blocks=blocks)
+
+    found, budget = replayed(), run.budget
+    if budget is not None and run.layout is not None and found.peak_reserved * (1 + run.tracker.meter.margin) > budget:
+        # What the cell finds cached and does not need is the first to be given back.
+        found = min(found, replayed(is_emptied=True), key=lambda each: each.peak_reserved)
+    if budget is not None and found.peak_reserved > budget:
+        squeezed = replayed(budget)
+        found = found if squeezed.failed_at is not None else squeezed
+    return found.peak_allocated, found.peak_reserved
+
+
+def _slack(run: Run) -> int:
     """Return the bytes by which what is reserved may be off, however well the tensors are known.
 
-    Where a shadow run follows a few steps and the others cannot be put in (see ``steady``), the small blocks may lie
-    less well in those, and ask for a segment more than they did. Where an expandable segment begins is not told, and
-    its first pages may have been given back: new memory goes there first.
-
-    Args:
-        is_whole: whether every iteration that may change what is reserved was followed.
+    Where a shadow run follows a few steps, the small blocks may lie less well in the others, and ask for a segment more
+    than they did. Where an expandable segment begins is not told, and its first pages may have been given back: new
+    memory goes there first.
     """
-    slack = 0 if is_whole else SMALL_BUFFER
-    if settings.expandable_segments and layout is not None:
-        slack = max(slack, _HIDDEN_PAGES * settings.large_segment_size)
+    slack = SMALL_BUFFER if run.loops.cuts or run.is_left else 0
+    if run.settings.expandable_segments and run.layout is not None:
+        slack = max(slack, _HIDDEN_PAGES * run.settings.large_segment_size)
     return slack
 
 
-def _missed(tracker: Tracker, pace: Pace) -> str | None:
-    if pace.missed:
+def _missed(tracker: Tracker, loops: LoopModel) -> str | None:
+    if loops.missed:
         return "steps go on to change in size"
-    if pace.searches:
+    if loops.searches:
         return "LBFGS may search further and remember more than was seen"
     if tracker.scalars.missed:
         return "a loop that values end goes on to pile up memory"
     return "what sparse tensors need is not seen" if tracker.has_sparse else None
-
-
-def _replayed(
-    ledger: Ledger,
-    pace: Pace,
-    settings: AllocatorSettings,
-    layout: Layout | None,
-    budget: int | None,
-    *,
-    is_emptied: bool = False,
-) -> tuple[Replay, Lengthened]:
-    """Return what the trace comes to with the iterations that were left out, and how these were put in."""
-    allocator = CachingAllocator(budget, settings=settings)
-    blocks = None if layout is None else layout.seed(allocator, is_emptied=is_emptied)
-    events = Lengthened(ledger.events, pace.cuts, allocator)
-    found = replay(events, allocator=allocator, blocks=blocks)
-    if events.growth:
-        found = replace(
-            found,
-            peak_allocated=found.peak_allocated + events.growth,
-            peak_reserved=found.peak_reserved + events.growth,
-        )
-    return found, events
 
 
 # The course ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
-from oomdoctor.forecast.ladder import KEEPING, Ladder, Part, Supposed, taken_at_its_word
-from oomdoctor.forecast.layout import allocator_settings
-from oomdoctor.forecast.reading import Reading, late
+from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, steps_of_two, taken_at_its_word
+from oomdoctor.forecast.dry_runs import Reading, late
+from oomdoctor.forecast.ledger import allocator_settings
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix
@@ -28,7 +28,7 @@ from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.session import Attempt, Session
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.nursery import Shadows
+    from oomdoctor.forecast.dry_runs import DryRuns
 
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)
@@ -70,29 +70,28 @@ class Planner:
         self._session, self._incident, self._evidence, self._fixes = session, incident, evidence, fixes
         self._budget, self._leaks, self.time_budget_s = budget, leaks, time_budget_s
         self._is_hurried = is_hurried
-        self._ladders: list[Ladder] = []
+        self._changes: list[Change] = []
         self._refusals: list[tuple[str, str]] = []
         self._unchanged: Forecast | None = None
         self._cost: float | None = None
         self._is_blind = False
-        self._waiting: list[tuple[Ladder, int, Reading]] = []
-        self._pairs: list[tuple[Ladder, Ladder]] | None = None
-        self._last: Ladder | None = None
+        self._waiting: list[tuple[Change, int, Reading]] = []
+        self._pairs: list[tuple[Change, Change]] | None = None
 
     # How it goes ------------------------------------------------------------------------------------------------
 
-    def plans(self, shadows: Shadows) -> Iterator[Plan]:
-        """Yield the plan as it stands, again and again, while shadows are run."""
-        shadows.begin(None, unfixed(self._session))
+    def plans(self, dry_runs: DryRuns) -> Iterator[Plan]:
+        """Yield the plan as it stands, again and again, while shadow runs are made."""
+        dry_runs.begin(None, unfixed(self._session))
         self._propose()
         yield self.plan()
         while True:
-            while shadows.has_room and (asked := self._ask()) is not None:
-                ladder, index, attempt = asked
-                shadows.begin((self._ladders.index(ladder), index), attempt)
-            if not shadows.busy:
+            while dry_runs.has_room and (asked := self._ask()) is not None:
+                change, index, attempt = asked
+                dry_runs.begin((self._changes.index(change), index), attempt)
+            if not dry_runs.busy:
                 break
-            answer = shadows.next()
+            answer = dry_runs.next()
             if answer is None:
                 break
             self._answer(*answer)
@@ -104,7 +103,7 @@ class Planner:
 
     def estimated(self, why: str) -> Plan:
         """Return the plan by estimates alone."""
-        if not self._ladders:
+        if not self._changes:
             self._propose()
         self._unchanged = self.least(why)
         return self.plan()
@@ -114,11 +113,11 @@ class Planner:
         unchanged = self._unchanged_so_far
         scale, supposed = self._scale(unchanged), self._supposed(unchanged)
         offered = [
-            ladder.candidate(*ladder.settled(unchanged, scale, supposed))
-            for ladder in self._ladders
-            if ladder.is_offered or ladder is self._last
+            change.candidate(*change.settled(unchanged, scale, supposed))
+            for change in self._changes
+            if change.is_offered
         ]
-        refusals = [(one.fixes[0], one.refused) for one in self._ladders if one.refused is not None and one.is_single]
+        refusals = [(one.fixes[0], one.refused) for one in self._changes if one.refused is not None and one.is_single]
         return Plan(
             unchanged=unchanged,
             candidates=tuple(sorted(offered, key=self._rank)),
@@ -166,24 +165,24 @@ class Planner:
             if isinstance(proposals, Refused):
                 self._refusals.append((fix.id, proposals.reason))
                 continue
-            rungs = [(Part(fix=fix, proposal=proposal),) for proposal in proposals]
-            ladder = Ladder(len(self._ladders), rungs, self._session, self._evidence)
-            self._ladders.append(ladder)
-            ladder.attempt(0)
+            doses = [(Part(fix=fix, proposal=proposal),) for proposal in proposals]
+            change = Change(len(self._changes), doses, self._session, self._evidence)
+            self._changes.append(change)
+            change.attempt(0)
 
-    def _ask(self) -> tuple[Ladder, int, Attempt] | None:
+    def _ask(self) -> tuple[Change, int, Attempt] | None:
         """Return what to forecast next: of the change that is likeliest to be the best, what its search asks."""
         unchanged = self._unchanged_so_far
         scale = self._scale(unchanged)
         known = self._supposed(unchanged) or (unchanged, scale)
         while True:
             # Before a retry, those that keep the results come first, also where they wait for what is measured.
-            waits = self._is_hurried and any(one.effect in KEEPING and one.is_open for one in self._ladders)
-            for ladder in sorted(self._ladders, key=self._promise):
-                if waits and ladder.effect not in KEEPING:
+            waits = self._is_hurried and any(one.effect in KEEPING and one.is_open for one in self._changes)
+            for change in sorted(self._changes, key=self._promise):
+                if waits and change.effect not in KEEPING:
                     continue
-                if not self._is_settled(ladder) and (asked := ladder.ask(*known)) is not None:
-                    return ladder, *asked
+                if not self._is_settled(change) and (asked := change.ask(*known)) is not None:
+                    return change, *asked
             if not self._pair_up(unchanged):
                 return None
 
@@ -192,7 +191,7 @@ class Planner:
 
         No leak is open then, and nothing that keeps them too, may fit, and promises much less time.
         """
-        keeping = [one for one in self._ladders if one.effect in KEEPING]
+        keeping = [one for one in self._changes if one.effect in KEEPING]
         found = [one for one in keeping if one.search.found is not None and self._is_mildest(one)]
         if not found or any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping):
             return False
@@ -200,73 +199,69 @@ class Planner:
         others = [self._known(one).forecast for one in keeping if one.is_open and one not in found]
         return min(times) <= _MUCH * min((one.slowdown or 1.0 for one in others if _may_fit(one)), default=math.inf)
 
-    def _is_mildest(self, ladder: Ladder) -> bool:
+    def _is_mildest(self, change: Change) -> bool:
         """Return whether the dose that was found to fit is the mildest that does, for all that is known."""
         unchanged = self._unchanged
-        if ladder.search.over or unchanged is None:
-            return ladder.search.over
-        return ladder.points_at(ladder.search.open, unchanged, self._scale(unchanged)) is None
+        if change.search.over or unchanged is None:
+            return change.search.over
+        return change.points_at(change.search.open, unchanged, self._scale(unchanged)) is None
 
-    def _is_settled(self, ladder: Ladder) -> bool:
-        is_early = self._unchanged is None and any(part.fix.is_measured for part in ladder.rungs[0])
-        return ladder.refused is not None or ladder.effect is Effect.ADVICE or ladder.search.over or is_early
+    def _is_settled(self, change: Change) -> bool:
+        is_early = self._unchanged is None and any(part.fix.is_measured for part in change.doses[0])
+        return change.refused is not None or change.effect is Effect.ADVICE or change.search.over or is_early
 
     def _frees_leak(self, candidate: Candidate) -> bool:
         return any(fix in self._leaks for fix, _ in candidate.made_of)
 
-    def _known(self, ladder: Ladder) -> Candidate:
+    def _known(self, change: Change) -> Candidate:
         """Return a change as it would be offered by what is known so far, nothing supposed."""
         unchanged = self._unchanged_so_far
-        return ladder.candidate(*ladder.settled(unchanged, self._scale(unchanged), None))
+        return change.candidate(*change.settled(unchanged, self._scale(unchanged), None))
 
-    def _promise(self, ladder: Ladder) -> tuple[object, ...]:
+    def _promise(self, change: Change) -> tuple[object, ...]:
         """Order by what may be enough and keeps the results, then as the plan ranks what is known."""
-        if ladder.refused is not None:
+        if change.refused is not None:
             return (True,)
-        candidate = self._known(ladder)
+        candidate = self._known(change)
         is_first = _may_fit(candidate.forecast) and (candidate.effect in KEEPING or self._frees_leak(candidate))
-        return (not is_first, *self._rank(candidate), ladder.place)
+        return (not is_first, *self._rank(candidate), change.place)
 
     def _pair_up(self, unchanged: Forecast) -> bool:
         """Put two changes together, if no single one was enough; return whether there is something new to ask."""
-        if self._unchanged is None or not all(map(self._is_settled, self._ladders)) or unchanged.peak is None:
+        if self._unchanged is None or not all(map(self._is_settled, self._changes)) or unchanged.peak is None:
             return False
         if self._pairs is None:
             self._pairs = self._possible_pairs(unchanged.peak)
         while self._pairs:
             pair = self._pairs.pop(0)
-            if any(self._beats(done, pair) for done in self._ladders):
+            if any(self._beats(done, pair) for done in self._changes):
                 continue
-            ladder = self._of_two(pair, _STEPS, unchanged.peak)
-            if isinstance(ladder.attempt(len(ladder.rungs) - 1), Refused):
+            left = math.prod(change.least_told() / unchanged.peak for change in pair)
+            change = Change(len(self._changes), steps_of_two(*pair)[-_STEPS:], self._session, self._evidence, left)
+            if isinstance(change.attempt(len(change.doses) - 1), Refused):
                 continue
-            self._ladders.append(ladder)
+            self._changes.append(change)
             return True
         return False
 
-    def _of_two(self, pair: tuple[Ladder, Ladder], steps: int, peak: int) -> Ladder:
-        """Return two changes together in their strongest doses, each thought to leave its share of what is left."""
-        left = pair[0].least_told() / peak * pair[1].least_told() / peak
-        return Ladder(len(self._ladders), _steps_of_two(*pair)[-steps:], self._session, self._evidence, left)
-
-    def _possible_pairs(self, peak: int) -> list[tuple[Ladder, Ladder]]:
+    def _possible_pairs(self, peak: int) -> list[tuple[Change, Change]]:
         """Return the pairs to try, those that keep the result and save most first."""
         left = {
-            ladder.place: ladder.least_told() / peak
-            for ladder in self._ladders
-            if ladder.refused is None and ladder.told and not ladder.breaks and ladder.joins
+            change.place: change.least_told() / peak
+            for change in self._changes
+            if change.refused is None and change.told and not change.breaks and change.joins
         }
-        saving = [ladder for ladder in self._ladders if left.get(ladder.place, 1.0) < _SAVES]
+        saving = [change for change in self._changes if left.get(change.place, 1.0) < _SAVES]
         saving.sort(key=lambda one: left[one.place])
-        keeping = [ladder for ladder in saving if ladder.effect in KEEPING][:_PAIRED]
+        keeping = [change for change in saving if change.effect in KEEPING][:_PAIRED]
         pairs = dict.fromkeys([*combinations(keeping, 2), *combinations(saving[:_PAIRED], 2)])
 
-        def order(pair: tuple[Ladder, Ladder]) -> tuple[bool, float]:
+        def order(pair: tuple[Change, Change]) -> tuple[bool, float]:
             return not all(one.effect in KEEPING for one in pair), left[pair[0].place] * left[pair[1].place]
 
         return sorted(pairs, key=order)
 
-    def _beats(self, done: Ladder, pair: tuple[Ladder, Ladder]) -> bool:
+    def _beats(self, done: Change, pair: tuple[Change, Change]) -> bool:
         """Whether a change that fits makes this pair needless."""
         keeps = all(one.effect in KEEPING for one in pair)
         return done.search.found is not None and (done.effect in KEEPING or not keeps)
@@ -283,48 +278,48 @@ class Planner:
             return
         place, index = key
         if self._unchanged is None:
-            self._waiting.append((self._ladders[place], index, reading))
+            self._waiting.append((self._changes[place], index, reading))
         else:
-            self._tell(self._ladders[place], index, reading)
+            self._tell(self._changes[place], index, reading)
 
     def _measure(self, reading: Reading) -> None:
         """Make the doses anew of those changes that choose by what each module keeps."""
         self._evidence = replace(self._evidence, modules=reading.modules)
-        for ladder in self._ladders:
-            fix = ladder.rungs[0][0].fix
-            if reading.modules and ladder.is_single and fix.is_measured and ladder.refused is None:
+        for change in self._changes:
+            fix = change.doses[0][0].fix
+            if reading.modules and change.is_single and fix.is_measured and change.refused is None:
                 proposals = fix.propose(self._incident, self._evidence)
                 if isinstance(proposals, Refused):
                     continue  # graphs may lie otherwise than that tells: a shadow run does
-                rungs = [(Part(fix=fix, proposal=one),) for one in proposals]
-                self._ladders[ladder.place] = Ladder(ladder.place, rungs, self._session, self._evidence)
-                self._ladders[ladder.place].attempt(0)
+                doses = [(Part(fix=fix, proposal=one),) for one in proposals]
+                self._changes[change.place] = Change(change.place, doses, self._session, self._evidence)
+                self._changes[change.place].attempt(0)
 
-    def _tell(self, ladder: Ladder, index: int, reading: Reading) -> None:
+    def _tell(self, change: Change, index: int, reading: Reading) -> None:
         unchanged = self._unchanged
         assert unchanged is not None
         forecast = reading.priced(self._budget, self._cost)
         has_run = self._cost is not None  # unchanged, for all that it may have seen too little
         if reading.is_unfit or (reading.breaks and has_run):
-            ladder.find_unfit(index, forecast.refused or "")
+            change.find_unfit(index, forecast.refused or "")
             return
         if forecast.refused is not None:
-            ladder.why = late(self.time_budget_s) if reading.is_late else forecast.refused
-            ladder.breaks = has_run and not reading.is_late
-            ladder.search.end()
+            change.why = late(self.time_budget_s) if reading.is_late else forecast.refused
+            change.breaks = has_run and not reading.is_late
+            change.search.end()
             return
         if unchanged.refused is not None:
             forecast = replace(forecast, error_ratio=_UNCHANGED_UNSEEN)
         if self._is_blind:
             # A shadow run that did not see what fills the memory unchanged does not see it with the fix either.
-            estimate = ladder.estimate(index, unchanged, self._scale(unchanged))
+            estimate = change.estimate(index, unchanged, self._scale(unchanged))
             peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
             forecast = replace(told, slowdown=forecast.slowdown)
-        ladder.told[index] = forecast
+        change.told[index] = forecast
         # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
-        ladder.search.answer(fits=seen.verdict is Verdict.FITS)
+        change.search.answer(fits=seen.verdict is Verdict.FITS)
 
     def _judged(self, reading: Reading) -> Forecast:
         """Return the forecast of the unchanged cell; where it saw too little, what it held and asked for."""
@@ -345,27 +340,9 @@ class Planner:
             self._unchanged = self.least(late(self.time_budget_s))
         for one in self._waiting:
             self._tell(*one)
-        for ladder in self._ladders:
-            if not ladder.search.over and ladder.refused is None and ladder.why is None:
-                ladder.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
-        if self._unchanged.peak is not None and not any(map(self._may_heal, self._ladders)):
-            self._put_last(self._unchanged.peak)
-
-    def _may_heal(self, ladder: Ladder) -> bool:
-        """Tell whether a change may be enough that is offered and keeps the results."""
-        return ladder.is_offered and ladder.effect in KEEPING and _may_fit(self._known(ladder).forecast)
-
-    def _put_last(self, peak: int) -> None:
-        """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
-        for pair in self._possible_pairs(peak):
-            ladder = self._of_two(pair, 1, peak)
-            alike = [done for done in self._ladders if done.fixes == ladder.fixes]
-            is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
-            if ladder.effect in KEEPING and not is_known and not isinstance(ladder.attempt(0), Refused):
-                ladder.why = late(self.time_budget_s)
-                self._ladders.append(ladder)
-                self._last = ladder
-                return
+        for change in self._changes:
+            if not change.search.over and change.refused is None and change.why is None:
+                change.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 
@@ -417,14 +394,3 @@ class Planner:
 
 def _may_fit(forecast: Forecast) -> bool:
     return taken_at_its_word(forecast, 0.0).fits is not False
-
-
-def _steps_of_two(first: Ladder, second: Ladder) -> list[tuple[Part, ...]]:
-    """Return the doses of two changes together: each step makes the one stronger that has the more steps left."""
-    at, ends = [0, 0], (len(first.rungs) - 1, len(second.rungs) - 1)
-    rungs = [(*first.rungs[0], *second.rungs[0])]
-    while at != list(ends):
-        which = 0 if ends[0] - at[0] >= ends[1] - at[1] else 1
-        at[which] += 1
-        rungs.append((*first.rungs[at[0]], *second.rungs[at[1]]))
-    return rungs

@@ -1,7 +1,7 @@
 """Makes the plan: which fixes in which dose, each with its price, best first.
 
 Fixes come as values. Each proposes doses, and the mildest that fits by a shadow run is taken. All of it happens in one
-forked copy of this process (see ``nursery``), which says how the plan stands whenever it knows more: at first by
+forked copy of this process (see ``copy``), which says how the plan stands whenever it knows more: at first by
 estimates alone, then by what the shadow runs of the likeliest fixes tell, and in the end by those of all of them. So
 the user's process may wait, or go on and look from time to time. Where no shadow run can be had, or time runs out, the
 estimate is the price, and says so.
@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from dataclasses import replace
 from typing import Final
 
-from oomdoctor.forecast.nursery import Nursery, unsupported
+from oomdoctor.forecast.dry_runs import DryRuns, late, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
-from oomdoctor.forecast.reading import late
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Session
+from oomdoctor.sandbox.copies import Copy
 
 _OFF: Final = "forecasts are switched off"
 
@@ -60,15 +60,11 @@ class Planning:
         self._planner = Planner(
             *(session, incident, evidence, fixes, budget, frozenset(leaks), time_budget_s), is_hurried=is_hurried
         )
-        self._nursery: Nursery | None = None
+        self._copy: Copy | None = None
         why = unsupported() if time_budget_s > 0 else unforecast or _OFF
         if why is None:
-            self._nursery = Nursery(
-                *(session, prepare, self._planner.plans),
-                budget=budget,
-                timeout_s=time_budget_s,
-                waits=waits,
-            )
+            runs = DryRuns(session, prepare, budget=budget, timeout_s=time_budget_s)
+            self._copy = runs.in_copy(self._planner.plans, waits=waits)
             self.plan = Plan(unchanged=self._planner.least(PENDING))
         else:
             self.plan = self._planner.estimated(why)
@@ -76,12 +72,12 @@ class Planning:
     @property
     def over(self) -> bool:
         """Whether the plan is as good as it gets."""
-        return self._nursery is None
+        return self._copy is None
 
     def wait(self) -> Iterator[Plan]:
         """Yield the plan whenever it is another one, until it is as good as it gets."""
-        if self._nursery is not None:
-            for plan in self._nursery.wait():
+        if self._copy is not None:
+            for plan in self._copy.wait():
                 self.plan = plan
                 yield plan
             self._finish()
@@ -89,8 +85,8 @@ class Planning:
 
     async def listen(self) -> AsyncIterator[Plan]:
         """Yield the plan whenever it is another one, while other things run on the loop."""
-        if self._nursery is not None:
-            async for plan in self._nursery.listen():
+        if self._copy is not None:
+            async for plan in self._copy.listen():
                 self.plan = plan
                 yield plan
             self._finish()
@@ -98,15 +94,15 @@ class Planning:
 
     def cancel(self, why: str = "the forecasts were broken off") -> None:
         """Forecast nothing more; what has no forecast yet keeps its estimate."""
-        if self._nursery is not None:
-            self._nursery.end()
+        if self._copy is not None:
+            self._copy.end()
             self._finish(why)
 
     def _finish(self, why: str | None = None) -> None:
-        nursery, self._nursery = self._nursery, None
-        if nursery is None or nursery.finished:
+        copy, self._copy = self._copy, None
+        if copy is None or copy.finished:
             return
-        why = why or nursery.failed or late(self._planner.time_budget_s)
+        why = why or copy.failed or late(self._planner.time_budget_s)
         if self.plan.unchanged.refused == PENDING:
             self.plan = self._planner.estimated(why)
             return

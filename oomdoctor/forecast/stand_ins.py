@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.tracker import raw_data
 from oomdoctor.model.memory import Role
-from oomdoctor.sandbox.silence import keep_to_itself
+from oomdoctor.sandbox.walls import keep_to_itself
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.tracker import Tracker
 
 # The modules as things whose attributes may be assigned.
@@ -37,11 +37,11 @@ _torch: Any = torch
 _OWN: Final = __name__.partition(".")[0]
 
 
-def replace_all(tracker: Tracker, pace: Pace, shell: Any) -> None:
+def replace_all(tracker: Tracker, loops: LoopModel, shell: Any) -> None:
     """Put every stand-in into place in this process."""
-    replace_loaders(tracker, pace)
+    replace_loaders(tracker, loops)
     _replace_unpacking()
-    _follow_training(pace)
+    _follow_training(loops)
     _scale_gradients()
     _read_values(tracker)
     _repoint_data(tracker)
@@ -59,20 +59,20 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """Do nothing."""
 
 
-def _follow_training(pace: Pace) -> None:
-    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: pace.stepped(optimizer))
+def _follow_training(loops: LoopModel) -> None:
+    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: loops.stepped(optimizer))
     init, backward = Optimizer.__init__, torch.autograd.backward
 
     def counted_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        pace.optimizers += 1
+        loops.optimizers += 1
         init(self, *args, **kwargs)
 
     def counted_backward(*args: Any, **kwargs: Any) -> None:
-        pace.backward_begins()
+        loops.backward_begins()
         try:
             backward(*args, **kwargs)
         finally:
-            pace.backward_ended()
+            loops.backward_ended()
 
     cls: Any = Optimizer
     cls.__init__ = counted_init

@@ -21,16 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomdoctor.allocator.composites import run_apart, stays_whole
-from oomdoctor.forecast.accumulation import adds_in_place, counts_alone, note_maker
-from oomdoctor.forecast.cost import Meter
-from oomdoctor.forecast.fake_tensors import Fakes
-from oomdoctor.forecast.host_scratch import scratch_bytes
+from oomdoctor.allocator.mode import run_apart, stays_whole
+from oomdoctor.forecast.cost import Meter, scratch_bytes
+from oomdoctor.forecast.fake_tensors import Fakes, adds_in_place, counts_alone, note_maker
 from oomdoctor.forecast.ledger import Ledger, Note
-from oomdoctor.forecast.operators import COMPARISONS, HANDLERS, WORKSPACES, changes_elements, draws, move_generator
+from oomdoctor.forecast.operators import COMPARISONS, HANDLERS, WORKSPACES, draws, move_generator
 from oomdoctor.forecast.values import Scalars, follow_bounds
 from oomdoctor.model.memory import Role
 
+_torch: Any = torch
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
@@ -124,16 +123,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         note_maker(out, caller)
         self.meter.count(func, fake_args, fake_kwargs, out)
         if func in WORKSPACES:
-            self._account_as(f"workspace of {func.__name__}", out[3])
+            self.hold_as(f"workspace of {func.__name__}", out[3].untyped_storage())
         self._account(out)
         self._follow_bounds(func, fake_args, out)
         if torch.is_grad_enabled():
             self._note_graph(args, out)
         for turn in self.turns(func, fake_args, fake_kwargs, out):
             name = f"scratch of {func._overloadpacket.__name__}"
-            held = [torch.empty(size, dtype=torch.uint8, device="meta") for size in turn]
+            held = [_torch.UntypedStorage(size, device="meta") for size in turn]
             for storage in held:
-                self._account_as(name, storage)
+                self.hold_as(name, storage)
             del held, storage
         if originals and func._schema.is_mutable:
             self._mark_written(args, kwargs)
@@ -213,8 +212,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if changes_elements(func, args):
-            return args[0]
         handler = self.handlers.get(func)
         if handler is None and draws(func, args, kwargs):
             move_generator(kwargs.get("generator"))
@@ -246,10 +243,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the fake tensor that the data of ``real`` was replaced by, None if it was not."""
         moved: torch.Tensor | None = self._repointed.get(real)
         return moved
-
-    def _account_as(self, temporary: str, out: torch.Tensor) -> None:
-        """Account for what an operation needs for itself."""
-        self.hold_as(temporary, out.untyped_storage())
 
     def hold_as(self, temporary: str, storage: torch.UntypedStorage) -> None:
         """Count a storage that the device's libraries or an operation need for themselves."""

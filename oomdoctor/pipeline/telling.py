@@ -156,7 +156,7 @@ def foresee(
     """
     from oomdoctor.allocator import virtual
     from oomdoctor.evidence import devices
-    from oomdoctor.forecast.foresee import another_card
+    from oomdoctor.forecast.memplan import another_card
 
     simulated = virtual.active()
     in_use = [*([simulated] if simulated is not None else []), *devices.in_use()]
@@ -176,7 +176,8 @@ def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor.evidence import devices
     from oomdoctor.evidence.moment import collect
     from oomdoctor.fixes import smaller_inputs
-    from oomdoctor.forecast.foresee import Batches, foresee
+    from oomdoctor.forecast.batch_search import Batches
+    from oomdoctor.forecast.memplan import foresee
     from oomdoctor.model.plan import Place
     from oomdoctor.views.words import device_name, known
 

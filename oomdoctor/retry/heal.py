@@ -18,8 +18,8 @@ from oomdoctor.model.session import Accelerator, Attempt
 from oomdoctor.program.modules import importing
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
-from oomdoctor.sandbox.malloc import large_blocks_apart
 from oomdoctor.sandbox.openmp import teams_in_room
+from oomdoctor.sandbox.reserve import large_blocks_apart
 
 _NAMED: Final = 4
 Run: TypeAlias = Callable[[Attempt], Awaitable[BaseException | None]]

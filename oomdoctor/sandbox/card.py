@@ -9,7 +9,10 @@ import ctypes
 import inspect
 import os
 import re
+import struct
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -17,31 +20,23 @@ if TYPE_CHECKING:
 
     import torch
 
-TYPES: Final = ("cuda", "xpu", "mps")
-"""Devices that can be emulated. ROCm calls its own ``cuda``."""
-
-CACHED: Final = ("cuda", "xpu")
-"""Those whose caching allocator is the one that is modelled. Source: ``c10/xpu/XPUCachingAllocator.cpp`` is a port."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The device to be emulated.
+    """The device of CUDA to be emulated; ROCm calls its own ``cuda`` as well.
 
     Attributes:
-        type: ``cuda``, ``xpu`` or ``mps``.
         name: as ``get_device_name`` tells it.
         capability: compute capability of CUDA; it decides on workspaces and attention kernels.
         total: bytes of memory that it says to have.
         multiprocessors: how many it has; ``threads``: how many each of them has room for. Buffers hang on both.
         index: its number.
         held: bytes that this process holds there, where the device is one that it has in use; None where it is not.
-        flag: see ``autograd.fork_flag``; None where that is not to be touched.
+        flag: see ``fork_flag``; None where that is not to be touched.
         segments: of its caching allocator in this process, as ``torch.cuda.memory_snapshot()`` tells them; none where
             that is not known.
     """
 
-    type: str = "cuda"
     name: str = "a card that this machine lacks"
     capability: tuple[int, int] = (8, 0)
     total: int = 80 << 30
@@ -57,7 +52,7 @@ class Card:
         """The device with its index."""
         import torch
 
-        return torch.device(self.type, self.index)
+        return torch.device("cuda", self.index)
 
     def resolve(self, device: Any) -> torch.device:
         """Return ``device`` with its index.
@@ -67,33 +62,28 @@ class Card:
         """
         import torch
 
-        asked = torch.device(self.type, device) if isinstance(device, int) else torch.device(device)
+        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if asked.type in ("cpu", "meta"):
             return torch.device(asked.type)
-        if asked.type != self.type:
-            raise RuntimeError(f"the forecast is made for {self.type}: there is no device {asked}")
+        if asked.type != "cuda":
+            raise RuntimeError(f"the forecast is made for cuda: there is no device {asked}")
         if asked.index not in (None, self.index):
             raise RuntimeError(f"CUDA error: invalid device ordinal: the forecast is made for one device, not {asked}")
         return self.device
 
 
-def not_in_use(kind: str) -> Card:
+def not_in_use() -> Card:
     """Return a device that this process has not begun to use, or that this machine lacks. To be asked in the copy."""
     import torch
 
-    from oomdoctor.sandbox.autograd import fork_flag
-
-    has_threads = kind == "cuda" and bool(torch.version.cuda or torch.version.hip)
-    return Card(type=kind, flag=fork_flag() if has_threads else None)
+    has_threads = bool(torch.version.cuda or torch.version.hip)
+    return Card(flag=fork_flag() if has_threads else None)
 
 
 def in_use() -> Card | None:
     """Return the device of CUDA that this process has in use; None if it has none. To be asked before the fork."""
-    import torch
-
-    from oomdoctor.sandbox.autograd import fork_flag
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return None
     index = torch.cuda.current_device()
     flag = fork_flag()
@@ -144,3 +134,49 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     if sizes:
         return sum(int(kib) * 1024 * int(count) for kib, count in sizes)
     return 32 << 20 if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
+
+
+# The autograd engine of a copy ----------------------------------------------------------------------------------------
+
+# Two things of the parent's engine would keep a backward from running in a copy. It has threads where a device is in
+# use, which did not survive the fork, and notes that at the fork in a byte that nothing resets; and it asks the device
+# which streams are current. The byte is found by decoding one instruction (on x86-64) and cleared, if it read 0 before
+# the fork and 1 after. The second is left without a device to ask by a backend of Python's that has none.
+
+_SYMBOL: Final = "_ZN5torch8autograd6Engine30initialize_device_threads_poolEv"
+_COMPARE_BYTE: Final = b"\x80\x3d"
+"""``cmpb imm8, disp32(%rip)``: seven bytes, of which the displacement is the third to the sixth."""
+_LATEST: Final = 24
+"""The engine looks at the byte first thing: an instruction that comes later is another one."""
+
+
+def fork_flag() -> int | None:
+    """Return the address of the byte that says that the engine's threads were lost in a fork; None if not found."""
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        begin = ctypes.cast(library[_SYMBOL], ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+    if begin is None:
+        return None
+    code = ctypes.string_at(begin, 64)
+    at = code.find(_COMPARE_BYTE)
+    if not 0 <= at <= _LATEST or code[at + 6] != 0:
+        return None
+    (displacement,) = struct.unpack_from("<i", code, at + 2)
+    return begin + at + 7 + int(displacement)
+
+
+def mend_autograd(card: Card) -> None:
+    """Let a backward begin in this forked process, if the parent's engine had threads."""
+    import torch
+    from torch.utils import backend_registration
+
+    if card.flag is not None:
+        byte = ctypes.c_ubyte.from_address(card.flag)
+        if byte.value == 1:
+            byte.value = 0
+    if torch._C._get_privateuse1_backend_name() == "privateuseone":
+        backend_registration._setup_privateuseone_for_python_backend(rename="oomdoctor_none")

@@ -44,18 +44,15 @@ class Memory(Protocol):
 def replace(memory: Memory, card: Card) -> None:
     """Put the answers into the modules of this process."""
     answers = _answers(memory, card)
-    _install(getattr(torch, card.type), answers)
+    _install(torch.cuda, answers)
     names = ("memory", "random", "streams", "graphs", "nvtx")
-    for module in [sys.modules.get(f"torch.{card.type}.{name}") for name in names]:
+    for module in [sys.modules.get(f"torch.cuda.{name}") for name in names]:
         if module is not None:
             _install(module, answers)
     _install(torch.accelerator, answers)
     _install(torch.accelerator.memory, answers)
-    if card.type == "mps":
-        _torch.backends.mps.is_available = _torch.backends.mps.is_built = lambda: True
-    if card.type == "cuda":
-        _torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-        _torch.backends.cuda.is_built = lambda: True
+    _torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    _torch.backends.cuda.is_built = lambda: True
     _torch.Generator = _generator(card)
     _read_files(card)
 
@@ -77,7 +74,7 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
         return max(card.total - memory.live, 0), card.total
 
     found: dict[str, Any] = dict.fromkeys(_SILENT, _nothing)
-    found |= dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached", "current_allocated_memory"), live)
+    found |= dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), live)
     found |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak)
     found |= dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total)
     found |= dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), _always(True))
@@ -87,21 +84,18 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     never = ("_is_in_bad_fork", "can_device_access_peer", "is_current_stream_capturing")
     found |= dict.fromkeys(never, _always(False))
     found |= dict.fromkeys(("range_push", "range_pop", "mark", "initial_seed"), _always(0))
-    capability = _always(card.capability) if card.type == "cuda" else _always({})
     return found | {
         "is_bf16_supported": _is_bf16_supported(card),
         "_in_bad_fork": False,
         "device_count": _always(1),
-        "current_accelerator": _always(torch.device(card.type)),
+        "current_accelerator": _always(torch.device("cuda")),
         "get_device_name": _always(card.name),
-        "get_device_capability": capability,
+        "get_device_capability": _always(card.capability),
         "get_device_properties": _always(_properties(card)),
-        "get_arch_list": _always([f"sm_{card.capability[0]}{card.capability[1]}"] if card.type == "cuda" else []),
+        "get_arch_list": _always([f"sm_{card.capability[0]}{card.capability[1]}"]),
         "memory_stats": lambda *_args: {"allocated_bytes.all.current": live(), "allocated_bytes.all.peak": peak()},
         "memory_summary": _always(""),
         "memory_snapshot": _always([]),
-        "driver_allocated_memory": live,
-        "recommended_max_memory": _always(card.total),
         "get_rng_state": _rng_state,
         "get_rng_state_all": lambda: [_rng_state()],
     }
@@ -122,7 +116,7 @@ def _is_bf16_supported(card: Card) -> Callable[..., bool]:
     """
 
     def is_supported(including_emulation: bool = True) -> bool:
-        return including_emulation or card.type != "cuda" or card.capability >= (8, 0)
+        return including_emulation or card.capability >= (8, 0)
 
     return is_supported
 

@@ -32,7 +32,7 @@ from oomdoctor.program.names import bound_names
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
-from oomdoctor.sandbox.malloc import large_blocks_apart
+from oomdoctor.sandbox.reserve import large_blocks_apart
 from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.stragglers import beside, clear_away, end_since, left_since, threads_at_work

@@ -5,7 +5,7 @@ At a failure nothing can be had: no memory, no new module, no new thread. So, be
 * what diagnoses a failure and shows it is loaded step by step, on the kernel's loop between cells or at the end of
   each cell: where somebody looks at the notebook, or a limit on host memory is set. Not on a thread: a process that the
   user forks meanwhile would inherit the locks of half-loaded modules. What works on tensors waits for the user's torch;
-* large blocks are kept out of the heap (``sandbox.malloc``), memory is kept back (``sandbox.reserve``), and OpenMP's
+* large blocks are kept out of the heap and memory is kept back (``sandbox.reserve``), and OpenMP's
   threads are begun (``sandbox.openmp``), where a limit is set or near;
 * pyzmq's thread for large messages is begun: ``Thread.start`` never returns where there is no memory for a thread.
 """
@@ -28,8 +28,8 @@ from oomdoctor.model import baseline
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.retry.release import release
 from oomdoctor.sandbox import reserve
-from oomdoctor.sandbox.malloc import keep_large_blocks_apart, let_large_blocks_join
 from oomdoctor.sandbox.openmp import begin_teams
+from oomdoctor.sandbox.reserve import keep_large_blocks_apart, let_large_blocks_join
 from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
 
@@ -220,7 +220,7 @@ class Warming:
         yield partial(_rehearse, self._config)
         # Else each copy loads it for itself. Where pages are counted, what is too much ends the process.
         if self._pages is None and self._has_room(_SHARE_TO_LOAD * _FORECASTS):
-            yield lambda: importlib.import_module("oomdoctor.forecast.child").warm_up()
+            yield lambda: importlib.import_module("oomdoctor.forecast.dry_run").warm_up()
 
     @property
     def to_load(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomdoctor import pipeline
-from oomdoctor.allocator.message import cuda_out_of_memory
+from oomdoctor.allocator.device import cuda_out_of_memory
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import UsageError
 from oomdoctor.model.absence import Unavailable

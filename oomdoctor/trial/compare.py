@@ -26,12 +26,11 @@ from oomdoctor.objects.leaves import ANOTHER_NAME, RANDOM, Leaf
 from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.program.regions import regions
-from oomdoctor.sandbox.copies import Copy, answered
+from oomdoctor.sandbox.copies import Copy, answered, one_sentence
 from oomdoctor.sandbox.openmp import keep_one_thread, teams_ended
-from oomdoctor.sandbox.silence import orphan_workers
-from oomdoctor.sandbox.walls import bound_memory
+from oomdoctor.sandbox.walls import bound_memory, orphan_workers
 from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
-from oomdoctor.trial.run import End, run
+from oomdoctor.trial.run import End, Terms, run
 from oomdoctor.trial.stage import HostCopies, Stage
 
 _ROWS: Final = (13, 31, 61, 127, 251)
@@ -103,7 +102,7 @@ def compare(
                 copies.put_in_place()
             prepare()
         except Exception as error:  # noqa: BLE001  border to what restores the user's objects
-            failed = Trial(same=None, why=f"the start of the cell could not be brought back: {_sentence(error)}")
+            failed = Trial(same=None, why=f"the start of the cell could not be brought back: {one_sentence(error)}")
             return json.dumps(asdict(failed))
         bound_memory()
         keep_one_thread()
@@ -209,7 +208,7 @@ class _Comparison:
         return self._known[after]
 
     def _compared(self, after: Attempt) -> Trial:
-        unchanged, basis = self._unchanged, self._basis()
+        unchanged = self._unchanged
         if unchanged.error is not None and not self.is_whole:  # its batches may have to be of one size
             return self._whole.of(after)
         on_host = self.stage.copies is not None  # a kernel may be missing there
@@ -218,34 +217,13 @@ class _Comparison:
         own = _own_names(self.session, self.before, after)
         given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
         changed = self._ended(after, **given, ends=(None, unchanged.error))
-        if changed.is_ours or (on_host and changed.error is not None):
-            return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
-        is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
-        has_shown = not is_idle and (unchanged.steps or not unchanged.trains)
-        if unchanged.error is not None and (changed.error != unchanged.error or not has_shown):
-            return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
-        if changed.error != unchanged.error:
-            return Trial(same=False, basis=basis, why=f"the changed cell raises {changed.error}")
-        if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # it takes others, or none so small
-            return self._whole.of(after)
-        if is_idle:
-            return Trial(same=None, why="the cell takes no step on the batches that were tried")
-        if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
-            precise = self._without_autocast.of(after)
-            if precise.same is False:
-                return precise
+        if (trial := self._of_unlike_runs(after, changed)) is not None:
+            return trial
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
         found = self._beyond_rounding(left, changed.leaves)
         if found is None:
             return Trial(same=None, why="rounding alone changes what the cell leaves")
-        of_part = bound_in_other_loops(after.source, unchanged.known)
-        rows = {one.path: _root(one.path) for one in found if one.is_rows}
-        beside = {root for path, root in rows.items() if path == root or root in of_part}
-        others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and _root(path) not in of_part)
-        shared = tuple(leaf.exact.removeprefix("is ") for leaf in others)
-        below = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
-        of_its = {path for path in below if not path.startswith(shared)}  # what others lead to is not its own
-        excused = beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
+        beside, excused = self._of_parts(after, left, found)
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
             begun = self._again(begins=True).begun, self._ended(after, **given, begins=True).begun
@@ -260,16 +238,53 @@ class _Comparison:
             found = [one for one in found if one.path not in excused]
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
-            return Trial(same=False, basis=basis, why=_why(found), beside=tuple(sorted(beside)), draws=draws)
-        left = {path: leaf for path, leaf in left.items() if path not in excused}
-        size, path = rounding(left, changed.leaves)
+            return Trial(same=False, basis=self._basis(), why=_why(found), beside=tuple(sorted(beside)), draws=draws)
+        kept = {path: leaf for path, leaf in left.items() if path not in excused}
+        basis = f"{self._basis()}, {self._equal(kept, changed.leaves)}"
+        return Trial(same=True, basis=basis, beside=tuple(sorted(beside)))
+
+    def _of_unlike_runs(self, after: Attempt, changed: End) -> Trial | None:
+        """Return what comes of it where the two runs cannot be compared by what they leave, None where they can."""
+        unchanged = self._unchanged
+        if changed.is_ours or (self.stage.copies is not None and changed.error is not None):
+            return Trial(same=None, why=f"the changed cell could not be tried: {changed.error}")
+        is_idle = not unchanged.trains and bool(regions(read(self.session.cells)))
+        has_shown = not is_idle and (unchanged.steps or not unchanged.trains)
+        if unchanged.error is not None and (changed.error != unchanged.error or not has_shown):
+            return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
+        if changed.error != unchanged.error:
+            return Trial(same=False, basis=self._basis(), why=f"the changed cell raises {changed.error}")
+        if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # it takes others, or none so small
+            return self._whole.of(after)
+        if is_idle:
+            return Trial(same=None, why="the cell takes no step on the batches that were tried")
+        if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
+            precise = self._without_autocast.of(after)
+            return precise if precise.same is False else None
+        return None
+
+    def _of_parts(
+        self, after: Attempt, left: Mapping[str, Leaf], found: Sequence[Difference]
+    ) -> tuple[set[str], set[str]]:
+        """Return the names that are of the last part alone afterwards, and the paths that may differ for it."""
+        of_part = bound_in_other_loops(after.source, self._unchanged.known)
+        rows = {one.path: _root(one.path) for one in found if one.is_rows}
+        beside = {root for path, root in rows.items() if path == root or root in of_part}
+        others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and _root(path) not in of_part)
+        shared = tuple(leaf.exact.removeprefix("is ") for leaf in others)
+        below = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
+        of_its = {path for path in below if not path.startswith(shared)}  # what others lead to is not its own
+        return beside, beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
+
+    def _equal(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> str:
+        """Say how far two ends are the same."""
+        size, path = rounding(left, after)
         if size > _FAR:  # by what is the same each time: no clock
             again = self._again().leaves
             left = {path: leaf for path, leaf in left.items() if again.get(path) == leaf}
-            size, path = rounding(left, changed.leaves)
+            size, path = rounding(left, after)
         far = f" (`{_shown(path)}`, which rounding alone moves as far)" if size > _FAR else ""
-        equal = "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
-        return Trial(same=True, basis=f"{basis}, {equal}", beside=tuple(sorted(beside)))
+        return "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
 
     def _beyond_rounding(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> list[Difference] | None:
         """Return what differs by more than rounding, None where that alone changes too much of what is left."""
@@ -287,7 +302,7 @@ class _Comparison:
         return found
 
     def _again(self, *, nudged: int = 0, begins: bool = False) -> End:
-        """Run the unchanged program once more, once for all that are compared with it. See ``run`` for the terms.
+        """Run the unchanged program once more, once for all that are compared with it. See ``Terms``.
 
         What it was begun otherwise for is told by that alone; where that is nothing, its clock goes faster.
         """
@@ -300,11 +315,11 @@ class _Comparison:
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
         begun = time.monotonic()
-        amount: dict[str, Any] = {"rows": self.rows, "steps": self.steps, "is_precise": self.is_precise}
+        terms = Terms(rows=self.rows, steps=self.steps, is_precise=self.is_precise, **given)
 
         def ran() -> End:
             self.begin_teams()
-            return run(self.session, self.stage, attempt, **amount, **given)
+            return run(self.session, self.stage, attempt, terms)
 
         end = _end_of(ran)
         self.took_s += time.monotonic() - begun if attempt is self.before else 0.0
@@ -359,7 +374,3 @@ def _why(found: list[Difference]) -> str:
     told = "; ".join(f"`{_shown(one.path)}` {one.why}" for one in found[:_NAMED])
     more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return f"{told[:_TOLD]}{more}"
-
-
-def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

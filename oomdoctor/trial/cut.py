@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from types import FrameType, FunctionType
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -24,7 +24,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from oomdoctor.objects.leaves import Leaf, tensor_leaf
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
-from oomdoctor.program.compiled import LoopHooks, function_key, has_loop, hooked_functions, install_hooks
+from oomdoctor.program.compiled import LoopHooks, install_hooks
+from oomdoctor.sandbox.walls import fetch_here
 
 _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""
@@ -171,24 +172,6 @@ def cut_loops(progress: Progress) -> None:
     )
 
 
-def cut_functions(functions: Iterable[FunctionType]) -> set[str]:
-    """Give those functions that loop code whose loops ask; return the lines of their files."""
-    found: dict[str, list[FunctionType]] = {}
-    for function in functions:
-        if has_loop(function.__code__):
-            found.setdefault(function.__code__.co_filename, []).append(function)
-    known: set[str] = set()
-    for name, functions in found.items():
-        text = linecache.getlines(name)
-        known |= {line.strip() for line in text}
-        codes = hooked_functions("".join(text), name)
-        for function in functions:
-            code = codes.get(function_key(function.__code__))
-            if code is not None and code.co_freevars == function.__code__.co_freevars:
-                function.__code__ = code
-    return known
-
-
 def cut_loaders(most: int) -> list[int]:
     """Have every ``DataLoader`` give at most ``most`` rows of each batch; return a list that the sizes are noted in.
 
@@ -200,15 +183,7 @@ def cut_loaders(most: int) -> list[int]:
     cls: Any = DataLoader
 
     def iterate(loader: Any) -> Iterator[Any]:
-        loader.__dict__.update(
-            num_workers=0,
-            pin_memory=False,
-            persistent_workers=False,
-            timeout=0,
-            prefetch_factor=None,
-            worker_init_fn=None,
-        )
-        loader.__dict__["_DataLoader__multiprocessing_context"] = None
+        fetch_here(loader)
         few = _Few(_SingleProcessDataLoaderIter(loader), loader.batch_size or 0, most, sizes, at_work)
         at_work.add(few)
         return few

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
-import linecache
 import os
-import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, Final
@@ -19,12 +15,13 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from oomdoctor.errors import ForecastError
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.leaves import Leaf, Leaves, generators, plain_leaf, text_leaf
 from oomdoctor.objects.named import is_users, own_modules
-from oomdoctor.program.compiled import HOOK_PREFIX, compile_hooked
-from oomdoctor.program.magics import mask
-from oomdoctor.program.modules import importing, put_in_place
+from oomdoctor.program.compiled import HOOK_PREFIX
+from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
+from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.walls import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
@@ -37,8 +34,6 @@ _LINES: Final = 200
 _VALUE: Final = "the value that the cell ends with"
 _FILES: Final = "what is written to files"
 _ENVIRONMENT: Final = "the environment"
-_RUNS_CODE: Final = re.compile(r"%%?(\w*run|\w+it)\b")
-"""Magics that run code of their own: ``%run``, ``%timeit``, ``%prun``, ``%memit``."""
 _CELL: Final = "<oomdoctor: cell of a trial>"
 _NUDGES: Final = {torch.float64: 2.0**-50, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Relative size of the last digit of each type."""
@@ -80,132 +75,123 @@ class End:
     is_large: bool = False
 
 
-def run(
-    session: Session,
-    stage: Stage,
-    attempt: Attempt,
-    *,
-    rows: int,
-    steps: int,
-    known: Collection[str] = (),
-    names: Collection[str] = (),
-    nudged: int = 0,
-    is_coarse: bool = False,
-    is_precise: bool = False,
-    begins: bool = False,
-    large: int | None = None,
-    ticks: int = 1,
-    ends: tuple[str | None, ...] = (),
-) -> End:
-    """Run a program in this process, which is of no use for anything else afterwards.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a program is run.
 
-    Args:
-        session: holds the namespace; its start has been brought back.
-        stage: was set up in the process that this one was forked from.
-        attempt: the program.
+    Attributes:
         rows: how many rows of a batch are taken; ``steps``: how many optimizer steps of a loop.
         known: the lines of the unchanged program; empty where it is this one.
         names: what is looked at in the end; all names of the user's where it is empty.
         nudged: begin with parameters that are off in the last digit, each number otherwise; 0 for those that there are.
-        is_precise: leave autocast off, whose rounding hides what differs by less.
         is_coarse: let them be off by the last digit of arithmetic in 16 bits.
+        is_precise: leave autocast off, whose rounding hides what differs by less.
         begins: look at the leaves at the first forward as well.
         large: end at the first forward of a module whose parameters have more numbers than that.
         ticks: how far each reading of the clock moves it on.
         ends: what it may raise for its end to be looked at, None for nothing; anything where it is empty.
     """
-    masked = [mask(text) for text in (*attempt.replays, attempt.source)]
-    texts = [cell.text for cell in masked]
-    if unrun := [line for cell in masked for _, line in cell.hidden if _RUNS_CODE.match(line)]:
-        return End(error=f"`{unrun[0]}` runs code that is not followed", is_ours=True)
+
+    rows: int
+    steps: int
+    known: Collection[str] = ()
+    names: Collection[str] = ()
+    nudged: int = 0
+    is_coarse: bool = False
+    is_precise: bool = False
+    begins: bool = False
+    large: int | None = None
+    ticks: int = 1
+    ends: tuple[str | None, ...] = ()
+
+
+def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
+    """Run a program in this process, which is of no use for anything else afterwards.
+
+    Args:
+        session: holds the namespace; its start has been brought back.
+        stage: was set up in the process that this one was forked from.
+    """
+    texts = (*attempt.replays, attempt.source)
     try:
-        last = len(texts) - 1
-        codes = [_compiled(text, f"{_CELL} {at}", session.shell, at == last) for at, text in enumerate(texts)]
-    except SyntaxError as fault:
-        return End(error=f"the cell is not Python: {fault}", is_ours=True)
-    files = {str(module.file): module.source for module in session.cells.modules}
-    told = (*texts, *files.values())
-    known = known or stage.lines.union(line.strip() for text in told for line in text.splitlines())
+        codes = [
+            compile_cell(text, f"{_CELL} {at}", session.shell, last=_LAST if at == len(attempt.replays) else None)
+            for at, text in enumerate(texts)
+        ]
+    except ForecastError as refusal:
+        return End(error=str(refusal), is_ours=True)
+    told = (*texts, *(module.source for module in session.cells.modules))
+    known = terms.known or stage.lines.union(line.strip() for text in told for line in text.splitlines())
     namespace, begun = session.namespace, dict[str, Leaf]()
-    progress = Progress(known, steps)
-    if begins:
+    progress = Progress(known, terms.steps)
+    if terms.begins:
         progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
-    if is_precise:
+    if terms.is_precise:
         _leave_autocast_off()
     cut_loops(progress)
     progress.count()
-    sizes = progress.drawn = cut_loaders(rows)
-    if nudged:
-        nudge = _Nudge(_COARSE if is_coarse else 0.0, nudged)
+    progress.drawn = cut_loaders(terms.rows)
+    if terms.nudged:
+        nudge = _Nudge(_COARSE if terms.is_coarse else 0.0, terms.nudged)
         nudge(stage.parameters)
         progress.calls = lambda module: nudge(module.parameters())
-    if large is not None:
-        progress.calls = partial(_end_if_large, large, set())
-    stage.clock.take_place(ticks)
+    if terms.large is not None:
+        progress.calls = partial(_end_if_large, terms.large, set())
+    stage.clock.take_place(terms.ticks)
     try:
-        error, is_ours = _ran(session, stage, attempt, codes, files)
+        error, is_ours = _ran(session, stage, attempt, codes)
     except _Large:
         return End(is_large=True)
-    if ends and error not in ends:
-        return End(error=error, is_ours=is_ours, rows=max(sizes, default=0), known=progress.known)
-    apart = set(map(id, stage.written.values()))  # files, of which is told what stands in them
-    found = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    found = tuple(name for name in found if id(namespace.get(name)) not in apart)
+    end = End(error=error, is_ours=is_ours, rows=max(progress.drawn, default=0), known=progress.known, begun=begun)
+    return end if terms.ends and error not in terms.ends else _with_leaves(end, session, stage, progress, terms.names)
+
+
+def _with_leaves(end: End, session: Session, stage: Stage, progress: Progress, names: Collection[str]) -> End:
+    """Return the end of a run with what it has left."""
+    namespace = session.namespace
+    files = set(map(id, stage.written.values()))  # of which is told what stands in them
+    names = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
+    names = tuple(name for name in names if id(namespace.get(name)) not in files)
     files_written = {name: read_back(file) for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}
     try:
-        leaves = {**end_of(namespace, found, stage.said.getvalue(), extra), **progress.gradients}
+        leaves = {**end_of(namespace, names, stage.said.getvalue(), extra), **progress.gradients}
     except TooMuch as much:
         return End(error=str(much), is_ours=True)
-    return End(
+    halves = (leaf.is_gradient and leaf.frame.startswith(_HALVES) for leaf in leaves.values())
+    return replace(
+        end,
         leaves=leaves,
-        names=found,
+        names=names,
         steps=progress.steps,
         was_cut=progress.was_cut,
         computes=bool(progress.steps or progress.backwards or progress.forwards),
         trains=bool(progress.steps or progress.backwards),
-        rows=max(sizes, default=0),
-        computes_in_16_bits=bool(stage.autocast)
-        or any(leaf.is_gradient and leaf.frame.startswith(_HALVES) for leaf in leaves.values()),
-        error=error,
-        is_ours=is_ours,
-        known=progress.known,
-        begun=begun,
+        computes_in_16_bits=bool(stage.autocast) or any(halves),
     )
 
 
-def _ran(
-    session: Session, stage: Stage, attempt: Attempt, codes: Iterable[CodeType], files: Mapping[str, str]
-) -> tuple[str | None, bool]:
+def _ran(session: Session, stage: Stage, attempt: Attempt, codes: Iterable[CodeType]) -> tuple[str | None, bool]:
     """Run the cells with what the attempt changes; return what they raised, and whether that is no result of theirs.
 
     It is none where a copy of the process may not do what they do, or has no memory for it.
-
-    Args:
-        files: the texts of the user's modules, by their paths.
     """
-    changed = {str(edit.file): edit.after for edit in attempt.modules}
     forbid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with _disable_current_modes(), contextlib.redirect_stdout(stage.said), contextlib.ExitStack() as changes:
         if stage.copies is not None:
             changes.enter_context(stage.copies.on_host())
         try:
-            changes.enter_context(importing({**files, **changed}, compile_hooked))
-            for edit in attempt.modules:
-                _list(str(edit.file), edit.after)
-                put_in_place(edit, compile_hooked)
-            for change in attempt.live:
-                changes.enter_context(change())
+            changes.enter_context(in_place(session, attempt))
             changes.enter_context(_Draws())  # type: ignore[no-untyped-call]
             for code in codes:
-                _execute(code, session.namespace, in_loop=stage.in_loop)
+                execute(code, session.namespace, in_loop=stage.in_loop)
         except (SystemExit, Enough):
             pass  # the cell ends itself, or has shown enough
         except _Large:
             raise
         except BaseException as raised:  # noqa: BLE001  border to the user's code, in a process that ends here
-            told = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
+            told = one_sentence(raised)
             is_refused = isinstance(raised, OSError | EOFError | MemoryError | torch.OutOfMemoryError)
             return told, is_refused or is_short_of_memory(raised) or _OUT_OF_MEMORY in told
     return None, False
@@ -223,30 +209,6 @@ def _end_if_large(most: int, met: set[int], module: torch.nn.Module) -> None:
 
 
 _HALVES: Final = ("torch.bfloat16", "torch.float16")
-
-
-def _list(name: str, text: str) -> None:
-    """Let lines of a file be found in ``text``."""
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-
-
-def _compiled(text: str, name: str, shell: Any, is_cell: bool) -> CodeType:
-    _list(name, text)
-    flags = getattr(getattr(shell, "compile", None), "flags", 0)
-    return compile_hooked(text, name, flags, last=_LAST if is_cell else None)
-
-
-def _execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool) -> None:
-    """Run a cell; what it has an event loop do later is not done."""
-    loop = asyncio.new_event_loop()
-    if code.co_flags & inspect.CO_COROUTINE:
-        loop.run_until_complete(eval(code, namespace))
-        return
-    asyncio._set_running_loop(loop if in_loop else None)
-    try:
-        exec(code, namespace)
-    finally:
-        asyncio._set_running_loop(None)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

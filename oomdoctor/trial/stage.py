@@ -1,6 +1,6 @@
 """What all runs of a trial begin with, set up once in the process that they are forked from.
 
-It writes, shows and starts nothing (see ``sandbox.silence``), and what is printed or written is kept as part of the end
+It writes, shows and starts nothing (see ``sandbox.walls``), and what is printed or written is kept as part of the end
 of a run. How often hooks of the user's run is counted, as a hook may reach what no name leads to. The user's functions
 that loop have loops that ask (see ``cut``).
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import gc
 import io
+import linecache
 import logging
 import os
 import pickle
@@ -38,10 +39,9 @@ from oomdoctor.model.session import Session
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.named import is_users_file, own_modules
 from oomdoctor.sandbox import device_calls
-from oomdoctor.sandbox.autograd import mend_autograd
-from oomdoctor.sandbox.card import Card, in_use
-from oomdoctor.sandbox.silence import keep_to_itself
-from oomdoctor.trial.cut import cut_functions
+from oomdoctor.sandbox.attempt import hook_functions
+from oomdoctor.sandbox.card import Card, in_use, mend_autograd
+from oomdoctor.sandbox.walls import keep_to_itself
 
 _CPU = torch.device("cpu")
 _kept: list[Any] = []
@@ -220,7 +220,8 @@ class Stage:
         functions = [found for found in gc.get_referrers(*homes) if type(found) is FunctionType]
         tensors: list[torch.Tensor] = alive(torch.Tensor)
         stage.parameters = [found for found in tensors if isinstance(found, torch.nn.Parameter)]
-        stage.lines = cut_functions(functions)
+        lines = (line for name in hook_functions(functions) for line in linecache.getlines(name))
+        stage.lines = {line.strip() for line in lines}
         _count_hooks(stage.hooks, tensors)
         return stage
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oomdoctor.allocator.message import cuda_out_of_memory, cuda_size
+from oomdoctor.allocator.device import cuda_out_of_memory, cuda_size
 from oomdoctor.model.sizes import GIB, KIB, MIB
 
 REPORTED = Path(__file__).parents[3] / "shared" / "corpus" / "oom_messages.jsonl"

@@ -10,7 +10,7 @@ import torch
 from forecast_lab import measured_rise, rises
 from torch import nn
 
-from oomdoctor.forecast import accumulation
+from oomdoctor.forecast import fake_tensors
 
 BEGIN = """
 table = nn.Embedding(4000, 64)
@@ -70,7 +70,7 @@ def test_the_peak_is_that_of_the_real_run(name, rises_of_uses):
 
 
 def test_it_is_known_what_a_gradient_that_nobody_else_holds_looks_like():
-    assert accumulation.counts_alone() is not None
+    assert fake_tensors.counts_alone() is not None
 
 
 FIRST = """
@@ -78,21 +78,22 @@ import sys
 sys.path[:0] = [{tests!r}]
 import torch
 from forecast_lab import nothing, session
-from oomdoctor.forecast.nursery import Nursery
+from oomdoctor.forecast.dry_runs import DryRuns
 from oomdoctor.model.session import Attempt
 
 def work(shadows):
     shadows.begin(None, Attempt(source="x = torch.randn(9, requires_grad=True)\\n(x * x).sum().backward()"))
     yield shadows.next()[1].forecast.refused
 
-assert "oomdoctor.forecast.child" not in sys.modules
-nursery = Nursery(session({{"torch": torch}}, ""), nothing, work, budget=None, timeout_s=60, waits=False)
-assert list(nursery.wait()) == [None], nursery.failed
-assert nursery.finished, nursery.failed
+assert "oomdoctor.forecast.dry_run" not in sys.modules
+runs = DryRuns(session({{"torch": torch}}, ""), nothing, budget=None, timeout_s=60)
+copy = runs.in_copy(work, waits=False)
+assert list(copy.wait()) == [None], copy.failed
+assert copy.finished, copy.failed
 """
 
 
-def test_a_nursery_loads_by_itself_what_it_needs():
+def test_a_copy_loads_by_itself_what_it_needs():
     script = FIRST.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

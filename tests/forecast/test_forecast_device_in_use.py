@@ -8,7 +8,7 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace
 
-from oomdoctor.sandbox.autograd import fork_flag
+from oomdoctor.sandbox.card import fork_flag
 
 EMULATED = """
 import sys
@@ -16,15 +16,15 @@ sys.path.insert(0, {here!r})
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing
-from oomdoctor.forecast import device_in_use, nursery
-from oomdoctor.sandbox import autograd
-from oomdoctor.sandbox.card import Card
+from oomdoctor.forecast import device_in_use, dry_runs
+
+from oomdoctor.sandbox.card import Card, fork_flag
 
 # A backend that has a device makes the engine start its threads, as a GPU does.
 _setup_privateuseone_for_python_backend(rename="other")
 ns = namespace(mlp, "adamw")
 exec(TRAIN.replace("range(2)", "range(1)"), ns)
-flag = autograd.fork_flag()
+flag = fork_flag()
 
 # In place of tensors in the memory of a GPU: those of the model, its gradients and its optimizer.
 def there():
@@ -38,7 +38,7 @@ def lies_there(found, card):
 device_in_use.lies_there = lies_there
 held = sum(t.nbytes for t in there()) + 2 * 8519680
 card = Card(held=held, flag=flag)
-nursery._card_in_use = lambda: card
+dry_runs.in_use = lambda: card
 cell = TRAIN.replace("model(x), y", "model(x.to('cuda')), y.to('cuda')")
 begin = [t.detach().clone() for t in there()]
 {body}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from oomdoctor.forecast.steady import Cut, Lengthened, Tally
+from oomdoctor.forecast.growth import Cut, Growth
 
 MIB = 1 << 20
 
@@ -180,45 +180,54 @@ def test_the_samples_of_a_data_set_that_the_cell_makes_are_not_taken_one_by_one_
 
 
 def counted(events, *cuts):
-    tally = Tally()
-    whole = Lengthened(events, cuts, tally)
-    for event in whole:
-        tally.take(event)
-    return whole, tally
+    growth, live, peak, sizes = Growth(events, cuts), 0, 0, {}
+    for event in growth.events():
+        if event[0] == "alloc":
+            sizes[event[1]] = event[2]
+            live += event[2]
+        else:
+            live -= sizes.pop(event[1])
+        peak = max(peak, live)
+    return growth, live, peak
 
 
 def test_a_loop_within_a_loop_is_as_long_in_each_iteration_of_the_other():
     # Two iterations of the outer loop were followed: something of its own, and two iterations of the inner one.
     events = [("alloc", name, MIB) for name in range(1, 7)]
-    whole, tally = counted(events, Cut(4, 5, 3, 2), Cut(3, 6, 4, 2))
-    assert tally.allocated == (6 + 3 + 4 * (3 + 3)) * MIB
-    assert whole.is_steady
-    assert whole.over == 4
+    growth, live, _ = counted(events, Cut(4, 5, 3, 2), Cut(3, 6, 4, 2))
+    assert live == (6 + 3 + 4 * (3 + 3)) * MIB
+    assert growth.over == 4
 
 
 def test_what_an_inner_loop_keeps_goes_where_the_outer_one_lets_go_of_it():
     inner = [("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 1), ("free", 2)]
     again = [("alloc", 3, MIB), ("alloc", 4, MIB), ("free", 3), ("free", 4)]
-    whole, tally = counted([*inner, *again], Cut(1, 2, 8, 2), Cut(5, 6, 8, 2), Cut(4, 8, 100, 2))
-    assert (tally.allocated, tally.peak_reserved) == (0, 10 * MIB)
-    assert whole.is_steady
-    assert whole.growth == 0
+    _, live, peak = counted([*inner, *again], Cut(1, 2, 8, 2), Cut(5, 6, 8, 2), Cut(4, 8, 100, 2))
+    assert (live, peak) == (0, 10 * MIB)
 
 
 def test_what_an_iteration_frees_of_one_of_another_size_is_not_kept():
     # Logits of a batch live until the next one's are there; batches differ in length, and one number is kept of each.
     first = [("alloc", 1, 5 * MIB), ("alloc", 2, 512)]
     second = [("alloc", 3, 4 * MIB), ("free", 1), ("alloc", 4, 512)]
-    whole, tally = counted([*first, *second], Cut(2, 5, 30, 2))
-    assert tally.allocated == 4 * MIB + 32 * 512
-    assert tally.peak_reserved == 9 * MIB + 512
-    assert whole.is_steady
+    _, live, peak = counted([*first, *second], Cut(2, 5, 30, 2))
+    assert live == 4 * MIB + 32 * 512
+    assert peak == 9 * MIB + 31 * 512
+
+
+def test_what_many_iterations_keep_is_put_in_as_one_block():
+    growth, live, _ = counted([("alloc", 1, 8), ("alloc", 2, 8)], Cut(1, 2, 10**9, 2))
+    assert live == 8 * (10**9 + 2)
+    assert len(list(growth.events())) == 3
+
+
+def test_what_the_first_iteration_makes_for_all_of_them_is_not_made_again():
+    _, live, _ = counted([("alloc", 1, 4), ("alloc", 2, 8)], Cut(0, 2, 1, 1))
+    assert live == 12
 
 
 def test_a_loop_of_unknown_length_tells_what_each_iteration_keeps():
-    whole, _ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2))
-    assert whole.endless == 3 * MIB
-    assert not whole.is_steady
-    ended, _ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None, 2))
+    growth, *_ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2))
+    assert growth.endless == 3 * MIB
+    ended, *_ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None, 2))
     assert ended.endless == 0
-    assert ended.is_steady

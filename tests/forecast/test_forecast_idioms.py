@@ -12,9 +12,9 @@ from forecast_lab import TRAIN, Bench, forecast, mlp, namespace, nothing, open_d
 from idioms import cells
 from real_runs import real_rise
 
-from oomdoctor.forecast import price, pricing
-from oomdoctor.forecast.nursery import Nursery
+from oomdoctor.forecast import dry_runs, price
 from oomdoctor.model.session import Attempt
+from oomdoctor.sandbox.copies import Copy
 
 IDIOMS = cells()
 
@@ -113,11 +113,11 @@ def _digest(ns):
 
 
 def _watched(ns, cells):
-    """Forecast all cells in one nursery; whenever one has been answered, look whether anything has changed here."""
+    """Forecast all cells in one copy; whenever one has been answered, look whether anything has changed here."""
     forecast(ns, "pass")  # loads what the first one loads
     changed, answers = [], []
 
-    class Watched(Nursery):
+    class Watched(Copy):
         def wait(self):
             before = _digest(ns)
             for answer in super().wait():
@@ -129,7 +129,7 @@ def _watched(ns, cells):
     attempts = [Attempt(source=source) for source in ("pass", *cells.values())]
     before = _digest(ns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "Nursery", Watched)
+        patch.setattr(dry_runs, "Copy", Watched)
         idle, *found = price(session(ns, "", simulated=True), attempts, budget=None, prepare=nothing, timeout_s=200)
     assert _digest(ns) == before
     assert len(answers) == len(attempts)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, open_descriptors, session, transformer
 
-from oomdoctor.forecast import child, ledger, price, survey
+from oomdoctor.forecast import dry_run, ledger, price, roles
 from oomdoctor.model.session import Attempt
 from oomdoctor.sandbox import walls
 
@@ -125,11 +125,11 @@ def test_one_that_hangs_does_not_take_the_others_with_it():
 def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatch):
     # An optimizer that another test left could step yet, for all that a shadow run knows.
     def alive_but_optimizers():
-        found = survey.Alive()
+        found = roles.Alive()
         found.optimizers.clear()
         return found
 
-    monkeypatch.setattr(child, "Alive", alive_but_optimizers)
+    monkeypatch.setattr(dry_run, "Alive", alive_but_optimizers)
     found = forecast({"torch": torch}, "while True: torch.ones(1 << 20) + 1", timeout_s=15.0)
     assert found.refused is None
     assert found.peak >= 8 << 20
@@ -146,12 +146,12 @@ def test_a_ledger_in_which_the_time_was_up_frees_nothing_that_it_has_not_counted
                 return None
             lines += event == "line"
             if event == "line" and lines == place:
-                raise child.OutOfTime
+                raise dry_run.OutOfTime
             return up
 
         sys.settrace(up)
         try:
-            with contextlib.suppress(child.OutOfTime):
+            with contextlib.suppress(dry_run.OutOfTime):
                 book.hold(held)
                 held.resize_(64)
                 book.hold(held)

@@ -5,7 +5,6 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from forecast_lab import nothing, open_descriptors
 from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor.fixes.sdpa_attention import guard
-from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import Planning, make_plan
-from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Forecast, Verdict
+from oomdoctor.model.plan import Verdict
 from oomdoctor.pipeline import admitted
 
 
@@ -49,12 +46,12 @@ def _case(found):
     return Case(number=1, incident=INCIDENT, evidence=evidence(), findings=(), plan=found)
 
 
-LADDER = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
+SHRINKING = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
 
 
 @pytest.mark.parametrize(("room", "dose"), [(92, 0), (84, 1), (72, 3), (62, 5)])
 def test_the_mildest_dose_that_fits_by_its_shadow_run_is_chosen(room, dose):
-    (found,) = plan([LADDER], room * MIB).candidates
+    (found,) = plan([SHRINKING], room * MIB).candidates
     assert found.dose["strength"] == dose
     assert found.forecast.basis == "shadow run"
     assert found.forecast.verdict is Verdict.FITS
@@ -62,14 +59,14 @@ def test_the_mildest_dose_that_fits_by_its_shadow_run_is_chosen(room, dose):
 
 
 def test_where_no_dose_fits_the_strongest_is_told_with_its_forecast():
-    (found,) = plan([LADDER], 40 * MIB).candidates
+    (found,) = plan([SHRINKING], 40 * MIB).candidates
     assert found.dose["strength"] == 5
     assert found.forecast.verdict is Verdict.TOO_LARGE
     assert found.forecast.basis == "shadow run"
 
 
 def test_what_is_close_is_borderline_and_no_dose_to_stop_at():
-    (found,) = plan([LADDER], 86 * MIB + MIB // 2).candidates
+    (found,) = plan([SHRINKING], 86 * MIB + MIB // 2).candidates
     assert found.dose["strength"] == 1
     (close,) = plan([shrinking("shrink", "first", [36])], 86 * MIB + MIB // 2).candidates
     assert close.forecast.verdict is Verdict.BORDERLINE
@@ -91,8 +88,8 @@ def test_leaks_come_first_then_what_keeps_the_result_then_what_costs_least():
 
 
 def test_the_plan_is_told_as_it_comes_estimates_first():
-    told = list(plan([LADDER, shrinking("other", "second", [4])], 70 * MIB, make=Planning, waits=True).wait())
-    last = plan([LADDER, shrinking("other", "second", [4])], 70 * MIB)
+    told = list(plan([SHRINKING, shrinking("other", "second", [4])], 70 * MIB, make=Planning, waits=True).wait())
+    last = plan([SHRINKING, shrinking("other", "second", [4])], 70 * MIB)
     assert [one.forecast.basis for one in told[0].candidates] == ["a guess", "a guess"]
     assert told[-1] == last
     assert {one.forecast.basis for one in last.candidates} == {"shadow run"}
@@ -109,7 +106,7 @@ def test_out_of_time_the_price_is_an_estimate_that_says_so():
 
 
 def test_without_forecasts_the_price_is_an_estimate():
-    found = plan([LADDER], 70 * MIB, allocated=90 * MIB, time_budget_s=0)
+    found = plan([SHRINKING], 70 * MIB, allocated=90 * MIB, time_budget_s=0)
     assert found.unchanged.refused == "forecasts are switched off"
     assert [one.forecast.basis for one in found.candidates] == ["a guess"]
     assert found.candidates[0].forecast.estimated
@@ -142,7 +139,7 @@ def test_an_estimate_that_leaves_nothing_is_no_number_and_may_be_tried_all_the_s
 
 
 def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
-    found = plan([LADDER], 300 * MIB, allocated=400 * MIB)
+    found = plan([SHRINKING], 300 * MIB, allocated=400 * MIB)
     assert "memory grows" in found.unchanged.refused
     (one,) = found.candidates
     assert one.forecast.peak >= 400 * MIB - 180 * MIB
@@ -152,7 +149,7 @@ def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
 
 def test_a_change_that_breaks_the_cell_is_refused_with_its_failure_and_its_milder_doses_are_asked():
     breaking = fix("micro_batch", {"third = torch": ["third = missing"]})
-    found = plan([breaking, LADDER], 70 * MIB)
+    found = plan([breaking, SHRINKING], 70 * MIB)
     assert [one.fix for one in found.candidates] == ["shrink"]
     assert "NameError" in dict(found.refusals)["micro_batch"]
     strongest = fix("strongest", {"first = torch.zeros(40": ["first = torch.zeros(4", "first = missing(4"]})
@@ -238,40 +235,6 @@ def test_two_that_keep_the_result_are_tried_where_the_single_one_that_fits_does_
     assert found.candidates[1].fix == "smaller_batch"
 
 
-class Late:
-    """Answers for what is asked of single fixes that they need too much, and has no time for two together."""
-
-    has_room = True
-
-    def __init__(self, singles: int) -> None:
-        self._singles = singles
-        self._asked: list[Any] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._asked)
-
-    def begin(self, key: Any, _attempt: Any) -> None:
-        self._asked.append(key)
-
-    def next(self) -> Any:
-        key = self._asked.pop(0)
-        if key is not None and key[0] >= self._singles:
-            return None
-        peak = (90 if key is None else 80) * MIB
-        return key, Reading(forecast=Forecast(basis="shadow run", peak=peak))
-
-
-def test_two_are_offered_without_a_price_where_no_single_one_fits_and_time_is_over():
-    planner = Planner(program(), INCIDENT, evidence(), HALVES, 68 * MIB, frozenset(), 10.0)
-    *_, found = planner.plans(Late(len(HALVES)))
-    (pair,) = [one for one in found.candidates if len(one.made_of) == 2]
-    assert {str(dose) for _, dose in pair.made_of} == {"strength=1", "strength=2"}, "not the strongest"
-    assert pair.forecast.verdict is Verdict.UNKNOWN
-    assert pair.forecast.refused == "not priced within 10 s"
-    assert [one.forecast.verdict for one in found.candidates if one is not pair] == [Verdict.TOO_LARGE] * 2
-
-
 def test_those_not_known_to_go_together_are_not():
     others = [shrinking("one", "first", [20], joins=False), shrinking("two", "second", [20])]
     assert all(len(one.made_of) == 1 for one in plan(others, 60 * MIB).candidates)
@@ -301,7 +264,7 @@ def test_one_that_cannot_be_written_goes_with_one_that_can():
 
 def test_a_loop_goes_on_while_it_listens():
     async def listen():
-        planning, turns = plan([LADDER], 70 * MIB, make=Planning), 0
+        planning, turns = plan([SHRINKING], 70 * MIB, make=Planning), 0
 
         async def turn():
             nonlocal turns
@@ -320,7 +283,7 @@ def test_a_loop_goes_on_while_it_listens():
 
 
 def test_a_plan_can_be_broken_off_and_keeps_what_it_knows():
-    planning = plan([LADDER], 70 * MIB, allocated=90 * MIB, make=Planning)
+    planning = plan([SHRINKING], 70 * MIB, allocated=90 * MIB, make=Planning)
     planning.cancel()
     assert planning.over
     assert planning.plan.unchanged.refused == "the forecasts were broken off"
@@ -330,7 +293,7 @@ def test_a_plan_can_be_broken_off_and_keeps_what_it_knows():
 
 def test_breaking_off_wakes_who_listens():
     async def listen():
-        planning = plan([LADDER], 70 * MIB, session=program("while True: pass"), make=Planning)
+        planning = plan([SHRINKING], 70 * MIB, session=program("while True: pass"), make=Planning)
         asyncio.get_running_loop().call_later(0.3, planning.cancel)
         return [found async for found in planning.listen()]
 
@@ -338,13 +301,13 @@ def test_breaking_off_wakes_who_listens():
 
 
 def test_a_plan_that_nobody_holds_any_more_ends_itself():
-    planning = plan([LADDER], 70 * MIB, session=program("while True: pass"), make=Planning)
+    planning = plan([SHRINKING], 70 * MIB, session=program("while True: pass"), make=Planning)
     assert _children()
     del planning
 
 
-def test_a_nursery_that_is_killed_leaves_a_plan_of_estimates():
-    planning = plan([LADDER], 70 * MIB, allocated=90 * MIB, session=program("while True: pass"), make=Planning)
+def test_a_copy_that_is_killed_leaves_a_plan_of_estimates():
+    planning = plan([SHRINKING], 70 * MIB, allocated=90 * MIB, session=program("while True: pass"), make=Planning)
     os.kill(int(_children().split()[0]), 9)
     *_, last = planning.wait()
     assert [one.forecast.basis for one in last.candidates] == ["a guess"]

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import ctypes, resource, sys
 from contextlib import nullcontext
-from oomdoctor.sandbox.malloc import large_blocks_apart
+from oomdoctor.sandbox.reserve import large_blocks_apart
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
 def data():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from oomdoctor.forecast.foresee import largest
+from oomdoctor.forecast.batch_search import largest
 from oomdoctor.model.plan import Course, Forecast, LargestBatch, Verdict
 
 BUDGET = 10_000

@@ -1,30 +1,43 @@
-"""When a shadow run has seen enough: loops are cut once the memory has reached its steady state.
+"""One model of a loop: it asks before each iteration, is cut once iterations are alike, and its lists are lengthened.
 
 The first optimizer step allocates the optimizer's state, the second runs with it; after that every iteration is
-alike. A loop that can be followed (one of the user's code, see ``loops``, or one over a ``DataLoader``) asks before
-each iteration whether to go on; when it is cut, the code after it is still seen, and each loop around it is cut in its
-turn. A loop of a library over anything else is left by ``StopForecast``, and the cell with it. Code without an
-optimizer is followed for a few backward passes. Limits: what comes after a training loop of a library is not seen where
-that loop is not over a ``DataLoader``, or goes over one for more than one epoch.
+alike. A loop that can be followed (one of the user's code, see ``loop_hooks``, or one over a ``DataLoader``) asks
+before each iteration whether to go on; when it is cut, the code after it is still seen, and each loop around it is cut
+in its turn. A loop of a library over anything else is left by ``StopForecast``, and the cell with it. Code without an
+optimizer is followed for a few backward passes.
+
+What the iterations that are left out keep alive is reckoned with elsewhere (see ``growth``). What comes after the loop
+puts it together: ``torch.cat(outputs)``, ``np.concatenate(scores)``, ``torch.tensor(losses)``. So where a loop is cut,
+the last items of each list that every iteration adds to are put into it again, once for each iteration that is left.
+
+Limits: what comes after a training loop of a library is not seen where that loop is not over a ``DataLoader``, or goes
+over one for more than one epoch. Lists that a name leads to, of the cell or of a running function of the user's, at
+most through one dict or object; loops whose length is known, and that add as many items each time. What NumPy would
+make of them is made for real here, so of much no more is put in.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._pytree import tree_iter
 
-from oomdoctor.forecast.steady import Cut
+from oomdoctor.forecast.growth import Cut
+from oomdoctor.objects.kinds import module_of, plain_dict
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
-    from oomdoctor.forecast.piled import Piled
 
 _STEPS: Final = 2
 _STEPS_OF_ONE: Final = 6
@@ -62,7 +75,7 @@ class Asker(Enum):
     LIBRARY = auto()
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Loop:
     """One run of a loop that asks before each of its iterations.
 
@@ -77,6 +90,7 @@ class Loop:
             and how many.
         is_known: whether it can be told what it would still go over.
         branches: whether a counter decides in it what its iterations do.
+        lengths: those of the lists that a name leads to, where each of the last two iterations began.
     """
 
     total: int | None
@@ -91,9 +105,10 @@ class Loop:
     branches: bool = False
     steps: Counter[int] = field(default_factory=Counter)
     sizes: Counter[int] = field(default_factory=Counter)
+    lengths: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
 
 
-class Pace:
+class LoopModel:
     """Counts optimizer steps, backward passes and iterations.
 
     Attributes:
@@ -101,8 +116,7 @@ class Pace:
         ended_early: whether a loader was ended before its time.
         has_trained: whether a training loop was followed to its steady state.
         cuts: the loops that were cut.
-        fills_up: tells whether something is alive that piles up only so far; ``piled``: lengthens the lists that do
-            without end.
+        lists: those that iterations add to.
         is_counted_on: whether such a thing may have been full before the end of a loop that was cut.
         until: when steps that are unlike each other are followed no longer, by ``time.monotonic``.
         missed: whether a loop was left whose steps were still unlike each other, and it is not known which is largest.
@@ -110,7 +124,7 @@ class Pace:
         is_partial: whether a loop was cut in which a counter decides, so that other steps may do what none has done.
     """
 
-    def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger) -> None:
+    def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger, lists: KeptLists) -> None:
         """Begin to count.
 
         Args:
@@ -121,7 +135,7 @@ class Pace:
         self.optimizers = optimizers
         self.ended_early = self.has_trained = False
         self.cuts: list[Cut] = []
-        self._asker, self._ledger = asker, ledger
+        self._asker, self._ledger, self.lists = asker, ledger, lists
         self._running: list[Loop] = []
         self._steps: Counter[int] = Counter()  # those of libraries since a loop asked
         self._backwards = self._all_steps = 0
@@ -129,9 +143,7 @@ class Pace:
         self._first: Loop | None = None
         self._depth = 0
         self._trains_from = self._rests_from = math.inf
-        self.fills_up: Callable[[], bool] | None = None
         self.is_counted_on = False
-        self.piled: Piled | None = None
         self.until, self.missed = math.inf, False
         self.is_partial = self.searches = False
 
@@ -218,15 +230,15 @@ class Pace:
             self.ended_early = self.ended_early or loop.loader is not None
             self.missed = self.missed or (loop.varies and left != 0 and not loop.is_known)
             if loop.turns and left != 0:
-                if self._ledger.live > loop.level and self.fills_up is not None and not self.is_counted_on:
-                    self.is_counted_on = self.fills_up()
+                if self._ledger.live > loop.level and not self.is_counted_on:
+                    self.is_counted_on = self.lists.may_be_full()
                 self.is_partial = self.is_partial or loop.branches
                 self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
-                if self.piled is not None and left is not None:
-                    self.piled.lengthen(loop, left)
+                if left is not None:
+                    self.lists.lengthen(loop, left)
             return False
-        if self.piled is not None and (loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards):
-            self.piled.note(loop)  # of others, which are many and short, none is cut
+        if loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards:
+            self.lists.note(loop)  # of others, which are many and short, none is cut
         loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
         return True
 
@@ -285,3 +297,100 @@ def _is_steady(steps: Counter[int]) -> bool:
     """Return whether each optimizer that steps has stepped often enough."""
     counts = steps.values()
     return bool(counts) and (min(counts) >= _STEPS or max(counts) >= _STEPS_OF_ONE)
+
+
+# Lists that iterations add to -----------------------------------------------------------------------------------------
+
+
+_MOST_ITEMS: Final = 1 << 17
+_MOST_BYTES: Final = 1 << 28
+_NUMBER_BYTES: Final = 8
+"""Of a number in a list of numbers, once it is in an array."""
+
+
+class KeptLists:
+    """Watches the lists that the user's code can name, by their length."""
+
+    def __init__(self, namespace: dict[str, Any], is_users: Callable[[FrameType], bool]) -> None:
+        """Begin with none.
+
+        Args:
+            namespace: the user's.
+            is_users: whether a frame runs code that the user has written.
+        """
+        self._namespace, self._is_users = namespace, is_users
+
+    def note(self, loop: Loop) -> None:
+        """Take down how long they are where an iteration of ``loop`` begins."""
+        loop.lengths = loop.lengths[1], {id(items): len(items) for items in self._of(list)}
+
+    def lengthen(self, loop: Loop, left: int) -> None:
+        """Make those to which each of the last two iterations has added as many items as long as they would get."""
+        first, second = loop.lengths
+        for items in list({id(items): items for items in self._of(list)}.values()):
+            begun = second.get(id(items), 0)
+            added = len(items) - begun
+            if 0 < added == begun - first.get(id(items), 0):
+                _extend(items, added, left)
+
+    def complete(self, made: list[Any], cuts: Sequence[Cut]) -> None:
+        """Make what a comprehension has made as long as it would get.
+
+        Args:
+            made: an item for each of its iterations.
+            cuts: the loops that were cut meanwhile; its own is the last.
+        """
+        if made and cuts and cuts[-1].turns == len(made) and cuts[-1].left is not None:
+            _extend(made, 1, cuts[-1].left)
+
+    def may_be_full(self) -> bool:
+        """Whether a deque of tensors that has a greatest length is not full yet, or there is an ``itertools.cycle``."""
+        return any(type(found) is itertools.cycle or _fills_up(found) for found in self._of(deque, itertools.cycle))
+
+    def _of(self, *kinds: type) -> Iterator[Any]:
+        """Yield the containers of some types that a name leads to, at most through one dict or object."""
+        for value in self._named():
+            if type(value) in kinds:
+                yield value
+            else:
+                yield from (item for item in _within(value, self._namespace) if type(item) in kinds)
+
+    def _named(self) -> Iterator[Any]:
+        yield from list(self._namespace.values())
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and self._is_users(frame):
+                found = frame.f_locals
+                yield from list(found.values())
+                if type(found) is dict:  # before Python 3.13 the frame keeps this copy, and so what its variables were
+                    found.clear()
+            frame = frame.f_back
+
+
+def _fills_up(items: deque[Any]) -> bool:
+    has_room = items.maxlen is not None and 0 < len(items) < items.maxlen
+    return has_room and any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(items[-1]))
+
+
+def _extend(items: list[Any], added: int, times: int) -> None:
+    last = items[-added:]
+    if added * times <= _MOST_ITEMS and sum(map(_real_bytes, last)) * times <= _MOST_BYTES:
+        items.extend(last * times)
+
+
+def _within(value: Any, namespace: dict[str, Any]) -> Iterator[Any]:
+    """Yield what a dict holds, or an object of a class of the user's, itself or in its dicts."""
+    if type(value) is dict:
+        yield from value.values() if value is not namespace else ()
+    elif module_of(type(value)) == namespace.get("__name__", "__main__"):
+        for item in (plain_dict(value) or {}).values():
+            yield item
+            yield from item.values() if type(item) is dict else ()
+
+
+def _real_bytes(item: Any) -> int:
+    """Return how much memory an item would take once it is put together with others outside of torch."""
+    if type(item) is list:
+        return sum(map(_real_bytes, item)) if item and type(item[0]) is list else _NUMBER_BYTES * len(item)
+    arrays = sys.modules.get("numpy")
+    return int(item.nbytes) if arrays is not None and isinstance(item, arrays.ndarray) else 0

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomdoctor.forecast.ladder import Search
+from oomdoctor.forecast.dose_search import Search
 
 
 def _run(fits, points_at):

@@ -1,23 +1,19 @@
-"""The inside of the forked processes: the nursery, which brings back the start of the cell once, and the shadows.
+"""What a copy of the process does for a forecast: it brings back the start of the cell, and runs an attempt from it.
 
-The nursery is forked from the user's process; it is walled off, restores the cell's start, counts what is alive, and
-forks a shadow per attempt. A shadow runs its attempt on fake tensors and reports one ``Reading``. Neither ever returns
-to the code that forked it: both end in ``os._exit``, so that no handler and no buffer of the user's runs twice.
+The first copy is forked from the user's process; it is walled off, restores the cell's start, counts what is alive, and
+forks a further one, a shadow, per attempt (see ``dry_runs``). A shadow runs its attempt on fake tensors and reports
+one ``Reading``. Neither ever returns to the code that forked it: both end in ``os._exit``, so that no handler and no
+buffer of the user's runs twice.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-import inspect
-import linecache
 import math
-import re
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -27,39 +23,32 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
-from oomdoctor.forecast.accumulation import counts_alone
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
-from oomdoctor.forecast.layout import Layout, allocator_settings, is_retry, of_virtual
-from oomdoctor.forecast.ledger import CELL, Ledger
-from oomdoctor.forecast.loops import (
+from oomdoctor.forecast.dry_runs import OUT_OF_TIME, Reading, no_reading
+from oomdoctor.forecast.fake_tensors import counts_alone
+from oomdoctor.forecast.ledger import CELL, Layout, Ledger, allocator_settings, is_retry, of_virtual
+from oomdoctor.forecast.loop_hooks import (
     asker,
-    compile_followed,
     follow_functions,
     follow_lengths,
     follow_loops,
     is_followed,
 )
-from oomdoctor.forecast.module_memory import ModuleCalls
-from oomdoctor.forecast.outcome import reading_of
-from oomdoctor.forecast.pace import Pace, StopForecast
-from oomdoctor.forecast.piled import Piled, fills_up
-from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, no_reading
+from oomdoctor.forecast.loop_model import KeptLists, LoopModel, StopForecast
+from oomdoctor.forecast.outcome import Run, reading_of
+from oomdoctor.forecast.roles import Alive, ModuleCalls, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
-from oomdoctor.forecast.survey import Alive, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt
-from oomdoctor.program.compiled import does_nothing, statement_lines
-from oomdoctor.program.magics import mask
-from oomdoctor.program.modules import importing, put_in_place
-from oomdoctor.sandbox.card import CACHED
+from oomdoctor.program.compiled import statement_lines
+from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
-from oomdoctor.sandbox.silence import orphan_workers
-from oomdoctor.sandbox.walls import forbid
+from oomdoctor.sandbox.walls import forbid, orphan_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +81,11 @@ class Start:
     and ``prepare`` is still to be done, on fakes.
     """
 
-    __slots__ = ("deques", "held", "layout", "ledger", "modules", "optimizers", "prepare")
+    __slots__ = ("held", "layout", "ledger", "modules", "optimizers", "prepare")
 
     def __init__(self, ledger: Ledger, found: Alive) -> None:
         self.ledger, self.optimizers = ledger, len(found.optimizers)
         self.modules = [ref(module) for module in found.modules]
-        self.deques = [ref(one) for one in found.deques if one.maxlen is not None]
         self.held: Held | None = None
         self.layout: Layout | None = None
         self.prepare: Callable[[], None] | None = None
@@ -176,91 +164,76 @@ def run(
     if card is not None:
         asks_host = card.held is not None and session.accelerator.name == "cpu"
         tracker = DeviceTracker(start.ledger, card, asks_host=asks_host)
-    pace = Pace(start.optimizers, asker, tracker.ledger)
-    pace.until = time.monotonic() + time_s * _UNLIKE_SHARE
+    loops = LoopModel(start.optimizers, asker, tracker.ledger, KeptLists(session.namespace, is_followed))
+    loops.until = time.monotonic() + time_s * _UNLIKE_SHARE
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
-    tracker.scalars.until = pace.until if card is None else -math.inf
+    tracker.scalars.until = loops.until if card is None else -math.inf
     calls = ModuleCalls(tracker) if attempt == unfixed(session) else None
-    settings, is_left, failure, left_early = AllocatorSettings(), True, None, False
+    run = Run(
+        tracker=tracker,
+        loops=loops,
+        settings=AllocatorSettings(),
+        budget=budget,
+        cached=cached or (card is not None and tracker.ledger is not tracker.host),
+        card=card if card is not None and card.held is None else None,
+        layout=None,
+        statements=statement_lines(attempt.source),
+    )
     try:
         if cached or card is not None:
-            settings = allocator_settings(session.accelerator)
-        codes = [_compiled(text, session.shell, _EARLIER) for text in attempt.replays]
-        codes.append(_compiled(attempt.source, session.shell, CELL))
-        with _time_limit(time_s, is_enough=lambda: pace.rests and _is_steady(tracker.ledger, pace)):
-            _put_in_place(session, start, tracker, pace)
+            run.settings = allocator_settings(session.accelerator)
+        codes = [compile_cell(text, _EARLIER, session.shell) for text in attempt.replays]
+        codes.append(compile_cell(attempt.source, CELL, session.shell))
+        with _time_limit(time_s, is_enough=lambda: loops.rests and _is_steady(tracker.ledger, loops)):
+            _put_in_place(session, start, tracker, loops)
             if calls is not None:
                 calls.follow(session.modules)
             _follow(session, attempt, codes, tracker, start)
-            is_left = False
-    except OutOfTime:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
-        if pace.trains or not (pace.has_trained or _is_steady(tracker.ledger, pace)):
-            return no_reading(OUT_OF_TIME)
-        pace.is_partial, left_early = True, not _is_steady(tracker.ledger, pace)
-    except StopForecast:
-        left_early = True
-    except SystemExit:
-        pass  # the cell ends itself
-    except ForecastError as error:
-        return no_reading(str(error))
-    except OomDoctorError as error:
-        return no_reading(str(error), is_unfit=True)
+            run.is_left = False
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything; the answer is that it did
-        if not _comes_of_cutting(error, pace):
-            lacks = lacking(error) if card is None else None
-            # Values that fakes do not have, and the walls around it, are a shadow's alone.
-            is_ours = isinstance(error, OSError | NotImplementedError) or "torch._subclasses" in type(error).__module__
-            breaks = not (lacks or is_ours or tracker.scalars.has_guessed)
-            return no_reading(_failure(error), breaks=breaks, lacks=lacks)
-        failure = _failure(error)
+        if (reading := _stopped(error, run, card)) is not None:
+            return reading
+    run.layout = start.layout
     note_roles(tracker, start.modules)
-    reading = reading_of(
-        tracker,
-        pace,
-        settings,
-        is_left=is_left,
-        left_early=left_early,
-        failure=failure,
-        budget=budget,
-        cached=cached or (card is not None and card.type in CACHED and tracker.ledger is not tracker.host),
-        card=card if card is not None and card.held is None else None,
-        layout=start.layout,
-        statements=statement_lines(attempt.source),
-    )
+    reading = reading_of(run)
     return reading if calls is None else replace(reading, modules=calls.told())
 
 
-def _put_in_place(session: Session, start: Start, tracker: Tracker, pace: Pace) -> None:
+def _stopped(error: BaseException, run: Run, card: Card | None) -> Reading | None:
+    """Return why a run that ``error`` has ended has no figures; None where what it has seen is enough for some."""
+    tracker, loops = run.tracker, run.loops
+    if isinstance(error, OutOfTime):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come once more while the limit was being left
+        if loops.trains or not (loops.has_trained or _is_steady(tracker.ledger, loops)):
+            return no_reading(OUT_OF_TIME)
+        loops.is_partial, run.left_early = True, not _is_steady(tracker.ledger, loops)
+    elif isinstance(error, StopForecast):
+        run.left_early = True
+    elif isinstance(error, OomDoctorError):
+        return no_reading(str(error), is_unfit=not isinstance(error, ForecastError))
+    elif _comes_of_cutting(error, loops):
+        run.failure = _failure(error)
+    elif not isinstance(error, SystemExit):  # by which the cell ends itself
+        lacks = lacking(error) if card is None else None
+        # Values that fakes do not have, and the walls around it, are a shadow's alone.
+        is_ours = isinstance(error, OSError | NotImplementedError) or "torch._subclasses" in type(error).__module__
+        breaks = not (lacks or is_ours or tracker.scalars.has_guessed)
+        return no_reading(_failure(error), breaks=breaks, lacks_cuda=lacks == "cuda")
+    return None
+
+
+def _put_in_place(session: Session, start: Start, tracker: Tracker, loops: LoopModel) -> None:
     """Put all that a shadow does otherwise into the place of what Python and torch do."""
-    follow_loops(pace, tracker.ledger, tracker.scalars)
+    follow_loops(loops, tracker.ledger, tracker.scalars)
     follow_lengths(session.namespace)
-    pace.fills_up = partial(fills_up, start.deques)
-    pace.piled = Piled(session.namespace, is_followed)
     follow_roles(tracker)
-    replace_all(tracker, pace, session.shell)
+    replace_all(tracker, loops, session.shell)
     if isinstance(tracker, DeviceTracker):
         emulate(tracker)
         if start.held is not None:
             assert start.prepare is not None
             start.layout = relabel(tracker, start.held, is_emptied=is_retry(start.prepare))
     forbid()
-
-
-def _compiled(source: str, shell: Any, name: str) -> CodeType:
-    """Return the code of a cell without its magics; lines keep their numbers."""
-    masked = mask(source)
-    for _, original in masked.hidden:
-        if re.match(r"%run\b", original):
-            raise ForecastError("the cell runs a script by %run, which a forecast does not follow")
-    try:
-        code = compile_followed(masked.text, name, getattr(getattr(shell, "compile", None), "flags", 0))
-    except (SyntaxError, ValueError) as error:
-        raise ForecastError(f"the cell is not Python: {one_sentence(error)}") from error
-    if source.lstrip().startswith("%%") and does_nothing(source):
-        raise ForecastError(f"the cell is not Python: it begins with {source.split(maxsplit=1)[0]}")
-    linecache.cache[name] = (len(masked.text), None, masked.text.splitlines(keepends=True), name)
-    return code
 
 
 def _follow(
@@ -277,25 +250,12 @@ def _follow(
         modes.enter_context(tracker)
         if isinstance(tracker, DeviceTracker) and start.held is not None and start.prepare is not None:
             bring_back_on_fakes(tracker, start.held, start.prepare)
-        changes = contextlib.ExitStack()
-        texts = {str(module.file): module.source for module in session.cells.modules}
-        texts |= {str(edit.file): edit.after for edit in attempt.modules}
-        changes.enter_context(importing(texts, compile_followed))
-        for edit in attempt.modules:
-            put_in_place(edit, compile_followed)
-        for make in attempt.live:
-            changes.enter_context(make())
+        changes = contextlib.ExitStack()  # it is never left: what it changed is thrown away with this process
+        changes.enter_context(in_place(session, attempt))
         for code in replays:
-            _execute(code, session.namespace)
+            execute(code, session.namespace)
         tracker.ledger.begin()
-        _execute(cell, session.namespace)
-
-
-def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
-    if code.co_flags & inspect.CO_COROUTINE:
-        asyncio.new_event_loop().run_until_complete(eval(code, namespace))
-    else:
-        exec(code, namespace)
+        execute(cell, session.namespace)
 
 
 class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
@@ -316,22 +276,22 @@ class _time_limit(contextlib.AbstractContextManager[None]):  # noqa: N801
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _is_steady(ledger: Ledger, pace: Pace) -> bool:
+def _is_steady(ledger: Ledger, loops: LoopModel) -> bool:
     """Whether a training, or a loop without optimizer steps, is followed by enough without a new peak."""
     since = ledger.clock - ledger.raised_at
-    return not pace.trains and since >= (
-        _STEADY_OPERATIONS if pace.rests else max(_STEADY_OPERATIONS, ledger.clock // 2)
+    return not loops.trains and since >= (
+        _STEADY_OPERATIONS if loops.rests else max(_STEADY_OPERATIONS, ledger.clock // 2)
     )
 
 
-def _comes_of_cutting(error: BaseException, pace: Pace) -> bool:
+def _comes_of_cutting(error: BaseException, loops: LoopModel) -> bool:
     """Whether the cell may have failed because a loop before had too few iterations: what it had is what was seen.
 
     A device that there is none of is not meant.
     """
-    if isinstance(error, StopIteration) and pace.ended_early:
+    if isinstance(error, StopIteration) and loops.ended_early:
         return True
-    return bool(pace.cuts) and isinstance(error, Exception) and lacking(error) is None
+    return bool(loops.cuts) and isinstance(error, Exception) and lacking(error) is None
 
 
 def _failure(error: BaseException) -> str:

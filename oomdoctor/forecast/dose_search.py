@@ -37,7 +37,7 @@ class Part:
     proposal: Proposal
 
 
-Rung = tuple[Part, ...]
+Parts = tuple[Part, ...]
 """A dose of the whole change: a part for each of its fixes."""
 Supposed = tuple[Forecast, float] | None
 """What the unchanged cell is supposed to need, and how much larger the activations are than those held."""
@@ -113,7 +113,7 @@ class Search:
         self.asked, self._ended = None, True
 
 
-class Ladder:
+class Change:
     """A change with its doses, mildest first, and the search among them.
 
     Attributes:
@@ -126,10 +126,10 @@ class Ladder:
     """
 
     def __init__(
-        self, place: int, rungs: Sequence[Rung], session: Session, evidence: Evidence, left: float = 1.0
+        self, place: int, doses: Sequence[Parts], session: Session, evidence: Evidence, left: float = 1.0
     ) -> None:
-        self.place, self.rungs, self._left = place, rungs, left
-        self.search = Search(len(rungs))
+        self.place, self.doses, self._left = place, doses, left
+        self.search = Search(len(doses))
         self.told: dict[int, Forecast] = {}
         self.why: str | None = None
         self.refused: str | None = None
@@ -137,23 +137,23 @@ class Ladder:
         self._session, self._evidence = session, evidence
         self._made: dict[int, tuple[Patch | Refused, Attempt | Refused]] = {}
         self._offered: dict[int, Candidate] = {}
-        self._all, self._ways = rungs, iter(rungs[0][0].fix.ways if len(rungs[0]) == 1 else ())
+        self._all, self._ways = doses, iter(doses[0][0].fix.ways if len(doses[0]) == 1 else ())
         self._unfit, self._whys = list[Attempt](), list[str]()
 
     @property
     def fixes(self) -> tuple[str, ...]:
         """Ids of the fixes that it is made of."""
-        return tuple(part.fix.id for part in self.rungs[0])
+        return tuple(part.fix.id for part in self.doses[0])
 
     @property
     def joins(self) -> bool:
         """Whether it may be made beside another one."""
-        return all(part.fix.joins for part in self.rungs[0])
+        return all(part.fix.joins for part in self.doses[0])
 
     @property
     def is_single(self) -> bool:
         """Whether it is made of one fix."""
-        return len(self.rungs[0]) == 1
+        return len(self.doses[0]) == 1
 
     @property
     def is_offered(self) -> bool:
@@ -168,7 +168,7 @@ class Ladder:
     @property
     def effect(self) -> Effect:
         """What it does to the results."""
-        return max((part.proposal.effect for part in self.rungs[0]), key=_EFFECTS.index)
+        return max((part.proposal.effect for part in self.doses[0]), key=_EFFECTS.index)
 
     def ask(self, unchanged: Forecast, scale: float) -> tuple[int, Attempt] | None:
         """Return the dose to forecast next and how to run the cell with it, None where there is none for now."""
@@ -200,7 +200,7 @@ class Ladder:
                 return
             self.refused = self._whys[0]
         self.search.leave_out_from(index)
-        self.rungs = self.rungs[:index] or self.rungs
+        self.doses = self.doses[:index] or self.doses
 
     def _is_written_otherwise(self) -> bool:
         """Write the change in the next way that is not known to be unfit; return whether there is one."""
@@ -208,7 +208,7 @@ class Ladder:
             self._unfit.append(unfit)
         while len(self._unfit) < _WAYS and (way := next(self._ways, None)) is not None:
             self._made, self._offered, self.told = {}, {}, {}
-            self.rungs, self.search, self._is_doubted = (
+            self.doses, self.search, self._is_doubted = (
                 [_with(one, way) for one in self._all],
                 Search(len(self._all)),
                 False,
@@ -220,7 +220,7 @@ class Ladder:
 
     def _attempt(self, index: int) -> tuple[Patch | Refused, Attempt | Refused]:
         if index not in self._made:
-            parts = [(part.fix, part.proposal.dose) for part in self.rungs[index]]
+            parts = [(part.fix, part.proposal.dose) for part in self.doses[index]]
             self._made[index] = attempt_with_all(parts, self._session, self._evidence)
         return self._made[index]
 
@@ -236,20 +236,20 @@ class Ladder:
         Args:
             scale: how much larger the activations at the peak are than those that estimates are made of.
         """
-        rung = self.rungs[index]
-        basis, peak = "; ".join(part.proposal.basis for part in rung), None
+        parts = self.doses[index]
+        basis, peak = "; ".join(part.proposal.basis for part in parts), None
         if unchanged.peak is not None and not self.breaks:
             ratio = self._truth(unchanged)
             if ratio is None and self._left < 1.0:
                 peak = int(unchanged.peak * self._left)
             else:
-                peak = unchanged.peak - int(_saves(rung) * (scale if ratio is None else ratio))
+                peak = unchanged.peak - int(_saves(parts) * (scale if ratio is None else ratio))
             peak = max(peak, min(self._lasting(unchanged), unchanged.peak))
         return Forecast(
             basis=basis,
             budget=unchanged.budget,
             peak=peak,
-            slowdown=_slowdown(rung),
+            slowdown=_slowdown(parts),
             estimated=FROM_FAILURE if unchanged.at_least else FROM_PEAK,
             at_least=unchanged.at_least,
             refused=self.why,
@@ -258,7 +258,7 @@ class Ladder:
     def _lasting(self, unchanged: Forecast) -> int:
         """Return what parameters, gradients and optimizer state take that the change leaves as they are."""
         seen = self._evidence.census.roles if unchanged.course is None else unchanged.course.lasting
-        left = set(LASTING).difference(*(part.fix.frees for part in self.rungs[0]))
+        left = set(LASTING).difference(*(part.fix.frees for part in self.doses[0]))
         return sum(nbytes for role, nbytes in seen if role in left)
 
     def _truth(self, unchanged: Forecast) -> float | None:
@@ -267,7 +267,7 @@ class Ladder:
         if not seen or unchanged.peak is None or unchanged.refused is not None:
             return None
         index, peak = max(seen)
-        thought = _saves(self.rungs[index])
+        thought = _saves(self.doses[index])
         return max(unchanged.peak - peak, 0) / thought if thought else None
 
     def points_at(self, doses: range, unchanged: Forecast, scale: float) -> int | None:
@@ -299,7 +299,7 @@ class Ladder:
         """Return the dose that its estimate speaks for, the strongest where none does."""
         known = supposed if unchanged.at_least and unchanged.refused else (unchanged, scale)
         pointed = None if known is None else self.points_at(self.search.open, *known)
-        return (self.search.open or range(len(self.rungs)))[-1] if pointed is None else pointed
+        return (self.search.open or range(len(self.doses)))[-1] if pointed is None else pointed
 
     # What is offered --------------------------------------------------------------------------------------------
 
@@ -307,34 +307,34 @@ class Ladder:
         """Return a dose as it is offered."""
         if index not in self._offered:
             self._offered[index] = self._candidate(index, forecast)
-        rung = self.rungs[index]
-        slowdown = forecast.slowdown or _slowdown(rung)
-        if crossing := [part for part in rung if part.proposal.crosses]:
+        parts = self.doses[index]
+        slowdown = forecast.slowdown or _slowdown(parts)
+        if crossing := [part for part in parts if part.proposal.crosses]:
             slowdown = max(slowdown, _slowdown(crossing))
         peak = forecast.peak or None  # an estimate that leaves nothing is too rough to be a number
         shown = replace(forecast, peak=peak, slowdown=slowdown)
         return replace(self._offered[index], forecast=shown, breaks=self.breaks)
 
     def _candidate(self, index: int, forecast: Forecast) -> Candidate:
-        rung = self.rungs[index]
-        caveats = dict.fromkeys(filter(None, (part.proposal.caveat for part in rung)))
+        parts = self.doses[index]
+        caveats = dict.fromkeys(filter(None, (part.proposal.caveat for part in parts)))
         return Candidate(
             fix=" + ".join(self.fixes),
-            title=_title([part.fix.title for part in rung]),
-            dose=Dose(tuple(value for part in rung for value in part.proposal.dose.values)),
-            effect=max((part.proposal.effect for part in rung), key=_EFFECTS.index),
+            title=_title([part.fix.title for part in parts]),
+            dose=Dose(tuple(value for part in parts for value in part.proposal.dose.values)),
+            effect=max((part.proposal.effect for part in parts), key=_EFFECTS.index),
             forecast=forecast,
             patch=self._attempt(index)[0],
-            applies_live=len(rung) > 1 or rung[0].fix.apply is not None,
-            is_tried=any(part.fix.is_tried for part in rung),
+            applies_live=len(parts) > 1 or parts[0].fix.apply is not None,
+            is_tried=any(part.fix.is_tried for part in parts),
             caveat="; ".join(caveats) or None,
-            parts=tuple((part.fix.id, part.proposal.dose) for part in rung) if len(rung) > 1 else (),
-            stronger=tuple(one.proposal for one, *others in self.rungs[index + 1 :] if not others),
+            parts=tuple((part.fix.id, part.proposal.dose) for part in parts) if len(parts) > 1 else (),
+            stronger=tuple(one.proposal for one, *others in self.doses[index + 1 :] if not others),
         )
 
 
-def _with(rung: Rung, way: Dose) -> Rung:
-    return tuple(replace(part, proposal=replace(part.proposal, dose=part.proposal.dose | way)) for part in rung)
+def _with(parts: Parts, way: Dose) -> Parts:
+    return tuple(replace(part, proposal=replace(part.proposal, dose=part.proposal.dose | way)) for part in parts)
 
 
 def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast:
@@ -343,8 +343,8 @@ def taken_at_its_word(forecast: Forecast, caution: float = _CAUTION) -> Forecast
     return replace(forecast, estimated=None, at_least=False, error_ratio=error)
 
 
-def _saves(rung: Rung) -> int:
-    return sum(part.proposal.saves for part in rung)
+def _saves(parts: Parts) -> int:
+    return sum(part.proposal.saves for part in parts)
 
 
 def _title(titles: Sequence[str]) -> str:
@@ -352,5 +352,16 @@ def _title(titles: Sequence[str]) -> str:
     return "; ".join([first, *(text[:1].lower() + text[1:] for text in others)])
 
 
-def _slowdown(rung: Sequence[Part]) -> float:
-    return prod(part.proposal.slowdown for part in rung)
+def _slowdown(parts: Sequence[Part]) -> float:
+    return prod(part.proposal.slowdown for part in parts)
+
+
+def steps_of_two(first: Change, second: Change) -> list[Parts]:
+    """Return the doses of two changes together: each step makes the one stronger that has the more steps left."""
+    at, ends = [0, 0], (len(first.doses) - 1, len(second.doses) - 1)
+    doses = [(*first.doses[0], *second.doses[0])]
+    while at != list(ends):
+        which = 0 if ends[0] - at[0] >= ends[1] - at[1] else 1
+        at[which] += 1
+        doses.append((*first.doses[at[0]], *second.doses[at[1]]))
+    return doses

@@ -2,69 +2,43 @@
 
 All of it comes from shadow runs; the user's process runs nothing of the cell. Each part has the whole time to itself:
 the forecast, the cards, the fixes, the batch.
-
-The largest batch that fits is found by forecasts alone. From the batch that the cells set it goes up, or down to a
-single sample, until the answer lies between two sizes, and then closes in. The peak grows all but evenly with the
-batch, so the next guess is where the line through two forecasts meets the budget; every other guess leaves a third, for
-peaks that do not. Two sizes are forecast together. A guess has the next one beside it that forecasts can tell from it:
-where the one fits and the other does not, the search is over.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
-from oomdoctor.forecast.ahead import evidence_ahead
-from oomdoctor.forecast.attempts import patched
+from oomdoctor.forecast.batch_search import Batches, largest_batch
+from oomdoctor.forecast.dry_runs import BASIS, DryRuns, is_of_card, lacked_card, late, price, unsupported
 from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.pricing import is_of_card, lacked_card, price
-from oomdoctor.forecast.reading import BASIS, late
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Fix, Patch
+from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import CellLine, Family, Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Fit, Forecast, LargestBatch, MemPlan, Place, Plan, Verdict
-from oomdoctor.model.session import Accelerator, Attempt, Cells, Session
+from oomdoctor.model.plan import Fit, Forecast, MemPlan, Place, Plan, Verdict
+from oomdoctor.model.session import Accelerator, Attempt, Session
+from oomdoctor.model.sizes import MIB
+from oomdoctor.objects.alive import alive
+
+if TYPE_CHECKING:
+    from oomdoctor.sandbox.card import Card as Device
 
 _GROWING: Final = (Role.GRADIENT, Role.OPTIMIZER_STATE, Role.ACTIVATION)
 """What a step adds: what it leaves there, and what is there while it runs."""
 _ENDLESS: Final = 1 << 60
 """Bytes that no program fills; how much there is, the plan says."""
-_LEAST_S: Final = 1.0
-"""Less time than this is not enough for another round of forecasts."""
-_MOST: Final = 1 << 24
-"""Larger batches are not asked for."""
-_NEAR: Final = 100
-"""Sizes that differ by less than one part in so many are not told apart: a forecast is no better than that."""
-_ON_LINE: Final = 0.5
-"""A batch that was to need the whole budget and needs less than this share of it has not the samples it was to have."""
-_Price: TypeAlias = Callable[[Sequence[int]], Sequence[Forecast]]
-_LATE: Final = "the time for forecasts was over"
-
 _STATES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "RMSprop": 1}
 """Values that an optimizer keeps for each weight with its default settings. Source: ``torch.optim``, ``state[...]``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """How the batch size of the cells is read and changed; it comes as a value, as fixes do.
-
-    Attributes:
-        now: samples in a batch, or why that cannot be told.
-        at: the cells with batches of so many samples.
-    """
-
-    now: Callable[[Cells, Evidence], int | Refused]
-    at: Callable[[Cells, Evidence, int], Patch | Refused]
 
 
 @contextmanager
@@ -134,7 +108,7 @@ def foresee(
         least=estimate,
         elsewhere=_on_cards(session, forecast, estimate, host, time_s=time_s),
         plan=_plan(session, fit, ahead, fixes, time_s=time_s),
-        batch=_largest(session, forecast, evidence, ahead, batches, time_s=time_s),
+        batch=largest_batch(session, forecast, evidence, ahead, batches, time_s=time_s),
         elapsed_s=time.monotonic() - begun,
     )
 
@@ -250,113 +224,132 @@ def _expected(session: Session, forecast: Forecast, evidence: Evidence) -> tuple
     )
 
 
-def _largest(
-    session: Session,
-    forecast: Forecast,
-    evidence: Evidence,
-    ahead: Callable[[], Evidence],
-    batches: Batches,
-    *,
-    time_s: float,
-) -> LargestBatch | Refused:
-    if forecast.peak is None:
-        return Refused("the cell could not be forecast")
-    if forecast.budget is None:
-        return Refused("it is not known how much memory there is for it")
-    if forecast.at_least:
-        return Refused("more may be needed than the forecast saw, so that no batch is known to fit")
-    now = batches.now(session.cells, evidence)
-    if isinstance(now, Refused) and any(loop.in_failing_run for loop in evidence.code.loops):
-        evidence = ahead()  # what the cell makes itself may tell
-        now = batches.now(session.cells, evidence)
-    if isinstance(now, Refused):
-        return now
-    changed = batches.at(session.cells, evidence, now * 2)
-    if isinstance(changed, Refused):
-        return changed
-    end = time.monotonic() + time_s
+# What the cell makes itself -------------------------------------------------------------------------------------------
 
-    def price_batches(sizes: Sequence[int]) -> Sequence[Forecast]:
-        patches = [batches.at(session.cells, evidence, size) for size in sizes]
-        reasons = [patch.reason for patch in patches if isinstance(patch, Refused)]
-        if reasons:
-            return [Forecast(basis=BASIS, refused=reasons[0]) for _ in sizes]
-        attempts = [patched(session.cells.failing, patch) for patch in patches if isinstance(patch, Patch)]
-        left_s = round(end - time.monotonic(), 1)
-        return price(session, attempts, budget=forecast.budget, prepare=_nothing, timeout_s=left_s)
+# Changes are made to what is there, and a cell that makes all of it itself has nothing yet. So the cell is run on fake
+# tensors in a forked process and fails there where its peak is. Then the fakes become tensors with memory of their own,
+# which nobody touches and which so takes none. Whoever collects evidence finds what a failure would have left. Limits:
+# autograd's record is lost. A cell that is cut before it reaches its peak again is looked at where it ended.
 
-    return largest(now, forecast, price_batches, has_time=lambda: end - time.monotonic() > _LEAST_S)
+Collect = Callable[[Session, BaseException | None, Mapping[str, int]], Evidence]
+"""Collects the evidence of a session and its failure, with the numbers of cells by the file names of their code."""
 
 
-def largest(now: int, forecast: Forecast, price_batches: _Price, *, has_time: Callable[[], bool]) -> LargestBatch:
-    """Return the largest batch whose forecast fits.
+class _Full(MemoryError):
+    """The cell is at its peak."""
+
+
+def evidence_ahead(
+    session: Session, collect: Collect, *, level: int, card: Device | None, timeout_s: float
+) -> Evidence | None:
+    """Return what is found when the last cell of ``session`` is at its peak, None where that cannot be seen.
 
     Args:
-        now: samples in a batch as the cell stands; ``forecast``: what it needs so.
-        price_batches: forecasts the cell with batches of these sizes; called again and again.
-        has_time: whether there is time for more forecasts.
+        collect: called in a forked process.
+        level: bytes of tensors at the peak.
+        card: the device that the cell asks for and that this machine lacks, None where it asks for none.
+        timeout_s: time for all of it.
     """
-    known, budget = {now: forecast}, forecast.budget or 0
-    end, tried, by_line, is_line = None, 1, True, True
-    while True:
-        high = min((size for size in known if known[size].verdict is not Verdict.FITS), default=None)
-        low = max((size for size in known if high is None or size < high), default=0)
-        if high is None and low >= _MOST:
-            end = f"larger batches than {low} were not asked for"
-        if end is not None or high == 1 or (high is not None and low and high - low <= max(1, low // _NEAR)):
-            break
-        if not has_time():
-            end = _LATE
-            break
-        if high is None:
-            sizes = [low * 2, max(_where_the_line_ends(known, low, budget), low * 4) if is_line else low * 4]
-        elif not low:
-            sizes = [1]
-        else:
-            guess = _between(known, low, high, budget)
-            thirds = [low + (high - low) // 3, high - (high - low) // 3]
-            sizes = [guess, guess + max(1, guess // _NEAR)] if by_line else thirds
-            by_line = not by_line
-        sizes = sorted({size for size in sizes if low < size and (high is None or size < high)})
-        for size, found in zip(sizes, price_batches(sizes), strict=True):
-            tried += 1
-            if found.refused is not None:
-                end = f"a batch of {size} could not be forecast: {found.refused}" if has_time() else _LATE
-                break
-            fits = found.verdict is Verdict.FITS
-            if high is None and fits and _is_same(known[low], found):
-                end = f"a batch of {size} needs exactly what one of {low} does: there seem to be no more samples"
-                break
-            if high is None and fits and size > 4 * low and _needs(found) < _ON_LINE * budget:
-                is_line = False
-                break
-            known[size] = replace(found, slowdown=None)
-            low, high = (size, high) if fits else (low, size)
-    return LargestBatch(now=now, size=low, forecast=known[low or high or now], above=high, end=end, tried=tried)
+    if timeout_s <= 0 or unsupported() is not None:
+        return None
+
+    def work(dry_runs: DryRuns) -> Iterator[Evidence]:
+        yield _followed(session, collect, level, dry_runs.card, timeout_s)
+
+    runs = DryRuns(session, _nothing, budget=None, timeout_s=timeout_s, workers=1, card=card)
+    return next((answer for answer in runs.in_copy(work).wait() if isinstance(answer, Evidence)), None)
 
 
-def _where_the_line_ends(known: dict[int, Forecast], low: int, budget: int) -> int:
-    """Return the size that the line through the two largest known ones speaks for; 0 where there is none."""
-    below = max((size for size in known if size < low), default=None)
-    if below is None or _needs(known[low]) <= _needs(known[below]):
-        return 0
-    steepness = (_needs(known[low]) - _needs(known[below])) / (low - below)
-    return min(low + int((budget - _needs(known[low])) / steepness), _MOST)
+def _followed(session: Session, collect: Collect, level: int, card: Device | None, timeout_s: float) -> Evidence:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from oomdoctor.allocator.device import VirtualAccelerator
+    from oomdoctor.errors import ForecastError
+    from oomdoctor.forecast import dry_run
+    from oomdoctor.forecast.ledger import CELL
+
+    dry_run.warm_up()
+    failure = _Full("the cell is at its peak")
+    _fail_at(level, failure)
+    cached = session.accelerator.read().simulated
+    start = dry_run.bring_back(_nothing, session.namespace, card)
+    attempt = Attempt(source=session.cells.failing.source)
+    reading = dry_run.run(session, attempt, start, budget=None, cached=cached, card=card, time_s=timeout_s)
+    exc = failure if failure.__traceback__ is not None else None
+    if reading.forecast.refused is not None and exc is None:
+        raise ForecastError(reading.forecast.refused)
+    with _disable_current_modes():
+        made = _made_real()
+        if cached or card is not None:
+            device = VirtualAccelerator(_ENDLESS)
+            if card is None:
+                device.adopt()
+            else:
+                device.count([tensor for tensor, kind in made if kind == "cuda"])
+            session = replace(session, accelerator=device)
+        return collect(session, exc, {CELL: session.cells.failing.number})
 
 
-def _between(known: dict[int, Forecast], low: int, high: int, budget: int) -> int:
-    """Return where the line from a size that fits to one that does not meets the budget."""
-    least, most = _needs(known[low]), _needs(known[high])
-    share = (budget - least) / (most - least) if most > least else 0.5
-    return min(max(low + int((high - low) * share), low + 1), high - 1)
+def _fail_at(level: int, failure: _Full) -> None:
+    """Raise ``failure`` from now on, and for the rest of this process, in a cell that comes to hold so many bytes."""
+    from oomdoctor.forecast.ledger import Ledger
+
+    hold = Ledger.hold
+
+    def hold_or_fail(self: Ledger, storage: Any) -> None:
+        hold(self, storage)
+        if self.begun is not None and self.live >= level and failure.__traceback__ is None:
+            raise failure
+
+    Ledger.hold = hold_or_fail  # type: ignore[method-assign]
 
 
-def _needs(forecast: Forecast) -> float:
-    """Return what the verdict counts: the larger of peak and reserved, with the error of such forecasts."""
-    return max(forecast.peak or 0, forecast.reserved or 0) * (1 + forecast.error_ratio)
+def _made_real() -> list[tuple[Any, str]]:
+    """Give every fake tensor memory of its size, and the class of what it stands for.
+
+    What refers to one sees the change, and so do those that share its memory.
+
+    Returns:
+        Each with the type of the device that it stood for a tensor on.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fakes: list[Any] = alive(FakeTensor)
+    fakes = [one for one in fakes if one.layout is torch.strided]
+    kinds = [fake.fake_device.type for fake in fakes]
+    storages: dict[int, Any] = {}
+    real = {id(fake): _standing_for(fake, storages) for fake in fakes}
+    for fake in fakes:
+        gradient = fake.grad if fake.is_leaf else None
+        if id(gradient) in real:
+            real[id(fake)].grad = real[id(gradient)]
+    for fake in fakes:
+        tensor = real[id(fake)]
+        torch._C._swap_tensor_impl(fake, tensor)
+        fake.__class__, tensor.__class__ = type(tensor), type(fake)
+    return list(zip(fakes, kinds, strict=True))
 
 
-def _is_same(one: Forecast, two: Forecast) -> bool:
-    """Whether two batches hold the same samples, as far as forecasts tell: not a byte and not an operation more."""
-    flops = {forecast.course.flops for forecast in (one, two) if forecast.course is not None}
-    return (one.peak, one.reserved) == (two.peak, two.reserved) and len(flops) <= 1
+def _standing_for(fake: Any, storages: dict[int, Any]) -> Any:
+    """Return a tensor of the host that is what a fake one only says to be."""
+    import torch
+
+    told = torch._C.TensorBase.untyped_storage(fake)
+    if told._cdata not in storages:
+        storages[told._cdata] = _untouched(told.nbytes())
+    shape = (fake.storage_offset(), fake.size(), fake.stride())
+    tensor = torch.empty(0, dtype=fake.dtype).set_(storages[told._cdata], *shape)
+    if isinstance(fake, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=fake.requires_grad)
+    return tensor
+
+
+def _untouched(nbytes: int) -> Any:
+    """Return a storage that may be larger than the machine's memory: what is only read needs no room of its own."""
+    import torch
+
+    if nbytes < MIB:
+        return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()

@@ -12,11 +12,11 @@ from oomdoctor import pipeline
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import replay
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.forecast import price, steady
+from oomdoctor.forecast import price
+from oomdoctor.forecast.dry_runs import Reading, no_reading
+from oomdoctor.forecast.growth import Cut, Growth
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.reading import Reading, no_reading
-from oomdoctor.forecast.steady import Cut, Lengthened
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.memory import ModuleMemory
@@ -24,48 +24,27 @@ from oomdoctor.model.plan import Forecast, Verdict
 from oomdoctor.model.session import Attempt
 
 
-def lengthened(events, *cuts):
+def grown(events, *cuts):
     allocator = CachingAllocator()
-    whole = Lengthened(events, cuts, allocator)
-    replay(whole, allocator=allocator)
-    return whole, allocator
+    replay(Growth(events, cuts).events(), allocator=allocator)
+    return allocator
 
 
 def test_what_each_iteration_keeps_is_kept_by_those_that_were_left_out():
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB)]
-    whole, found = lengthened(events, Cut(1, 2, 5, 2))
-    assert found.allocated == 7 * 30 * MIB
-    assert whole.is_steady
-    assert whole.growth == 0
+    assert grown(events, Cut(1, 2, 5, 2)).allocated == 7 * 30 * MIB
 
 
 def test_what_each_iteration_lets_go_of_the_one_before_is_let_go_of():
     # Each iteration makes its result, and with that lets go of the one before; the last is let go of after the loop.
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB), ("free", 1), ("free", 2), ("alloc", 3, 40 * MIB)]
-    whole, found = lengthened(events, Cut(1, 3, 10**9, 2))
+    found = grown(events, Cut(1, 3, 10**9, 2))
     assert (found.allocated, found.peak_allocated) == (40 * MIB, 60 * MIB)
-    assert whole.is_steady
-
-
-def test_a_loop_too_long_to_replay_is_reckoned_from_what_its_last_iteration_keeps(monkeypatch):
-    monkeypatch.setattr(steady, "_MOST_EVENTS", 1000)
-    whole, _ = lengthened([("alloc", 1, MIB), ("alloc", 2, MIB)], Cut(1, 2, 10**6, 2))
-    assert not whole.is_steady
-    assert whole.growth == pytest.approx(MIB * (10**6 - 1000), rel=0.01)
 
 
 def test_a_loop_around_one_that_was_cut_is_left_as_it_is():
     events = [("alloc", 1, MIB), ("alloc", 2, MIB), ("alloc", 3, MIB)]
-    whole, found = lengthened(events, Cut(1, 2, 1, 2), Cut(0, 3, 1, 1))
-    assert found.allocated == 4 * MIB
-    assert not whole.is_steady
-
-
-def test_what_the_first_iteration_makes_for_all_of_them_is_not_made_again():
-    events = [("alloc", "weight", MIB), ("alloc", "state", 2 * MIB), ("alloc", "batch", MIB), ("free", "batch")]
-    whole, found = lengthened(events, Cut(1, 4, 3, 1))
-    assert found.allocated == 3 * MIB
-    assert not whole.is_steady
+    assert grown(events, Cut(1, 2, 1, 2), Cut(0, 3, 1, 1)).allocated == 4 * MIB
 
 
 KEEPING = """
@@ -124,8 +103,8 @@ def test_a_lower_bound_never_fits():
 
 
 def test_where_only_the_least_is_known_the_strongest_dose_is_offered_as_unknown():
-    ladder = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
-    (found,) = plan([ladder], 300 * MIB, allocated=310 * MIB).candidates
+    change = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
+    (found,) = plan([change], 300 * MIB, allocated=310 * MIB).candidates
     assert found.forecast.verdict is Verdict.UNKNOWN
     assert found.dose["strength"] == 5
 
@@ -133,15 +112,15 @@ def test_where_only_the_least_is_known_the_strongest_dose_is_offered_as_unknown(
 def test_where_no_shadow_run_tells_what_is_needed_the_dose_leaves_room_for_as_much_again():
     # Twice as much is supposed as was held, or as there was; the estimate is taken to be off by a third.
     saves = [part * MIB for part in (20, 44, 52, 58, 62, 64)]
-    ladder = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6], saves=saves)
+    change = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6], saves=saves)
     for budget, strength in ((100, 1), (40, 2), (10, 4), (2, 5)):
         terms = {"budget": budget * MIB, "prepare": nothing, "time_budget_s": 0.0}
-        (found,) = make_plan(program(), INCIDENT, evidence(63 * MIB), [ladder], **terms).candidates
+        (found,) = make_plan(program(), INCIDENT, evidence(63 * MIB), [change], **terms).candidates
         assert found.dose["strength"] == strength, budget
         assert found.forecast.verdict is Verdict.UNKNOWN
 
 
-class Shadows:
+class DryRuns:
     """Tells one reading of whatever is begun, and notes what that is."""
 
     left_s, busy = 60.0, True
@@ -165,7 +144,7 @@ MEASURED = replace(shrinking("measured", "first", [10]), is_measured=True)
 
 
 def asked(fixes, reading, **terms):
-    shadows = Shadows(reading)
+    shadows = DryRuns(reading)
     given = (program(), INCIDENT, evidence(63 * MIB), fixes, 70 * MIB, frozenset(), 60.0)
     list(Planner(*given, **terms).plans(shadows))
     return shadows.asked
@@ -180,7 +159,7 @@ def test_before_a_retry_what_changes_the_results_waits_for_all_that_keeps_them()
 @pytest.mark.parametrize(("slowdown", "basis"), [(2.5, "seen"), (1.2, "a guess")])
 def test_a_retry_waits_for_what_promises_much_less_time_than_what_was_seen_to_fit(slowdown, basis):
     slow = shrinking("slow", "second", [10], slowdown=slowdown)
-    shadows = Shadows(Reading(forecast=Forecast(basis="seen", peak=62 * MIB, error_ratio=0.0)))
+    shadows = DryRuns(Reading(forecast=Forecast(basis="seen", peak=62 * MIB, error_ratio=0.0)))
     given = (program(), INCIDENT, evidence(63 * MIB), [slow, MEASURED], 70 * MIB, frozenset(), 60.0)
     *_, plan = Planner(*given, is_hurried=True).plans(shadows)
     assert shadows.asked == [None, (0, 0), (1, 0)]

@@ -1,4 +1,4 @@
-"""The loops of the user's code, made to ask the pace before each iteration whether to go on, and what they go over.
+"""The loops of the user's code, made to ask the loops before each iteration whether to go on, and what they go over.
 
 In the shadow the cell is compiled so that its loops ask, and so is each function that the user has written, where its
 source can be had. ``zip``, ``enumerate`` and ``islice`` have no length, but what they go over often has, so each of
@@ -14,30 +14,23 @@ from __future__ import annotations
 
 import builtins
 import itertools
-import linecache
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader
 
-from oomdoctor.forecast.pace import Asker
+from oomdoctor.forecast.loop_model import Asker
 from oomdoctor.objects.named import is_users_file
-from oomdoctor.program.compiled import (
-    LoopHooks,
-    compile_hooked,
-    function_key,
-    has_loop,
-    hooked_functions,
-    install_hooks,
-)
+from oomdoctor.program.compiled import LoopHooks, install_hooks
+from oomdoctor.sandbox.attempt import asking, hook_functions
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.ledger import Ledger
-    from oomdoctor.forecast.pace import Pace
+    from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.values import Scalars
 
 _OWN: Final = __name__.partition(".")[0]
@@ -49,42 +42,27 @@ _FEW: Final = 3
 """So many items whose size says nothing are followed besides: they may be the names of models that are compared."""
 _VIEWS: Final[tuple[type, ...]] = (dict, type({}.items()), type({}.keys()), type({}.values()))
 
-_followed: set[str] = set()
-"""File names of the code whose loops ask."""
 
-
-def compile_followed(text: str, filename: str, flags: int = 0) -> CodeType:
-    """Return the code of a cell with loops that ask; lines stay what they are.
-
-    Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
-    """
-    _followed.add(filename)
-    return compile_hooked(text, filename, flags)
-
-
-def follow_loops(pace: Pace, ledger: Ledger, scalars: Scalars) -> None:
-    """Let ``pace`` answer the loops of this process; what asserts ask of ``scalars`` holds."""
+def follow_loops(loops: LoopModel, ledger: Ledger, scalars: Scalars) -> None:
+    """Let ``loop_hooks`` answer the loops of this process; what asserts ask of ``scalars`` holds."""
 
     def listed(before: int, made: list[Any]) -> list[Any]:
-        if pace.piled is not None:
-            pace.piled.complete(made, pace.cuts[before:])
+        loops.lists.complete(made, loops.cuts[before:])
         return made
 
     def branch(outcome: Any) -> Any:
-        pace.branches()
+        loops.branches()
         return outcome
 
     def rounds(is_outside: bool) -> Callable[[], bool]:
         """Return what a ``while`` asks before it looks at its condition."""
-        return partial(next, _Items(itertools.repeat(True), pace, ledger if is_outside else None), False)
+        return partial(next, _Items(itertools.repeat(True), loops, ledger if is_outside else None), False)
 
     install_hooks(
         LoopHooks(
-            items=lambda iterable, is_outside: _Items(iterable, pace, ledger if is_outside else None),
+            items=lambda iterable, is_outside: _Items(iterable, loops, ledger if is_outside else None),
             rounds=rounds,
-            mark=lambda: len(pace.cuts),
+            mark=lambda: len(loops.cuts),
             listed=listed,
             branch=branch,
             asked=lambda: scalars.asked,
@@ -101,42 +79,35 @@ def asker() -> Asker:
         if frame.f_code is _NEXT:
             return Asker.LOOP
         if found is None and str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PASSED_OVER:
-            found = Asker.CODE if frame.f_code.co_filename in _followed else Asker.LIBRARY
+            found = Asker.CODE if frame.f_code.co_filename in asking else Asker.LIBRARY
         frame = frame.f_back
     return found or Asker.LIBRARY
 
 
 def is_followed(frame: FrameType) -> bool:
     """Return whether a frame runs code whose loops ask."""
-    return frame.f_code.co_filename in _followed
+    return frame.f_code.co_filename in asking
 
 
 def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any]) -> None:
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
-    Until ``follow_loops``, in the nursery, they go on as they would.
+    Until ``follow_loops``, which a shadow calls, they go on as they would.
 
     Args:
         functions: all that there are.
         namespace: the globals of the cells.
     """
-    install_hooks(LoopHooks())
     homes: dict[str, bool] = {}
-    found: dict[str, list[FunctionType]] = {}
-    for function in functions:
+
+    def is_users(function: FunctionType) -> bool:
         name = function.__code__.co_filename
         if name not in homes:
             homes[name] = _is_users(function, namespace)
-        if homes[name] and has_loop(function.__code__):
-            found.setdefault(name, []).append(function)
-    for name, of_file in found.items():
-        codes = hooked_functions("".join(linecache.getlines(name)), name)
-        if codes:
-            _followed.add(name)
-        for function in of_file:
-            code = codes.get(function_key(function.__code__))
-            if code is not None and code.co_freevars == function.__code__.co_freevars:
-                function.__code__ = code
+        return homes[name]
+
+    install_hooks(LoopHooks())
+    hook_functions(filter(is_users, functions))
 
 
 class _Items:
@@ -145,13 +116,13 @@ class _Items:
     Before it ends it gives those of the items left out that may need more than those that were followed.
     """
 
-    __slots__ = ("_given", "_items", "_ledger", "_loop", "_others", "_pace")
+    __slots__ = ("_given", "_items", "_ledger", "_loop", "_loops", "_others")
 
-    def __init__(self, iterable: Any, pace: Pace, ledger: Ledger | None) -> None:
-        self._items, self._pace, self._ledger = iter(iterable), pace, ledger
+    def __init__(self, iterable: Any, loops: LoopModel, ledger: Ledger | None) -> None:
+        self._items, self._loops, self._ledger = iter(iterable), loops, ledger
         self._given: Any = iterable
         self._others: list[Any] | None = None
-        self._loop = pace.begins(length_of(iterable))
+        self._loop = loops.begins(length_of(iterable))
         self._loop.is_known = is_known(iterable)
 
     def __iter__(self) -> _Items:
@@ -161,7 +132,7 @@ class _Items:
         if self._ledger is not None:
             self._ledger.turn += 1
         if self._others is None:
-            if self._pace.wants_more(self._loop):
+            if self._loops.wants_more(self._loop):
                 return self._next()
             self._others = ahead(self._given, self._loop.turns, varies=self._loop.varies)
             self._given = None
@@ -180,7 +151,7 @@ class _Items:
 
     def __del__(self) -> None:  # at once when the loop is over, or is left
         if hasattr(self, "_loop"):
-            self._pace.ended(self._loop)
+            self._loops.ended(self._loop)
 
 
 _NEXT: Final = _Items.__next__.__code__

@@ -1,0 +1,312 @@
+"""The copy of the user's process in which shadow runs are made, one for each attempt, and what each of them says.
+
+The user's process forks the copy and listens (see ``copies``). All else happens there: it brings back the start of
+the cell (see ``dry_run``), forks a shadow for each attempt, watches the time, decides what to try next and tells what
+came of it. Only numbers come back.
+
+Limits: where there is no ``fork`` (Windows), or none that is safe (macOS where PyTorch has Metal, whose threads and
+connections do not survive one), there are no shadow runs. Tensors lie in host memory, which is also where those of the
+virtual accelerator live, or on a device that is emulated (see ``devices``).
+Source: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods, on macOS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from oomdoctor.errors import ForecastError
+from oomdoctor.model.memory import ModuleMemory
+from oomdoctor.model.plan import Forecast
+from oomdoctor.sandbox import reserve
+from oomdoctor.sandbox.card import Card, in_use, not_in_use
+from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
+
+if TYPE_CHECKING:
+    from oomdoctor.model.session import Attempt, Session
+
+BASIS: Final = "shadow run"
+ON_CARD: Final = "as on cuda"
+"""Stands in the basis where this machine has no such device."""
+OUT_OF_TIME: Final = "out of time"
+"""Why there is no figure of a shadow that was cut before it saw enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The outcome of one shadow run.
+
+    Attributes:
+        forecast: its numbers, or why there are none.
+        cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
+        left_early: whether what comes after the training was not seen, or not to its end.
+        modules: what the forward of each module keeps; of the unchanged cell alone.
+        is_unfit: whether there are no numbers because the change found itself unfit for the cell.
+        breaks: whether there are none because the code failed, by nothing that only a shadow run has.
+        lacks_cuda: whether there are none because the cell asked in vain for a device of CUDA.
+    """
+
+    forecast: Forecast
+    cost: float = 0.0
+    left_early: bool = False
+    modules: tuple[ModuleMemory, ...] = ()
+    is_unfit: bool = False
+    breaks: bool = False
+    lacks_cuda: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the shadow was cut before it saw enough."""
+        return self.forecast.refused == OUT_OF_TIME
+
+    def priced(self, budget: int | None, unchanged_cost: float | None) -> Forecast:
+        """Return the forecast for a budget, with its slowdown.
+
+        Args:
+            unchanged_cost: cost of the unchanged cell's shadow run; falsy if not known.
+        """
+        slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
+        return replace(self.forecast, budget=budget, slowdown=slowdown)
+
+
+def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False, lacks_cuda: bool = False) -> Reading:
+    """Return the outcome of a shadow run that has no numbers."""
+    told = Forecast(basis=BASIS, refused=why or "it was ended")
+    return Reading(forecast=told, is_unfit=is_unfit, breaks=breaks, lacks_cuda=lacks_cuda)
+
+
+def late(timeout_s: float) -> str:
+    """Return why there is no forecast where the time was over."""
+    return f"not priced within {timeout_s:g} s"
+
+
+# The copy of the process ----------------------------------------------------------------------------------------------
+
+_GRACE_S: Final = 1.0
+"""Time beyond the limit in which the copy may still report before it is killed."""
+_LOADING_S: Final = 20.0
+"""Time beyond the limit where the copy has to load modules first."""
+_MOST_WORKERS: Final = 4
+_REPORT_S: Final = 0.3
+_REPORT_SHARE: Final = 0.1
+"""Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
+
+Work: TypeAlias = "Callable[[DryRuns], Iterator[Any]]"
+"""What is done in the copy: begins shadows, takes their readings, and yields what is told to the user's process."""
+
+
+def unsupported() -> str | None:
+    """Return why there can be no shadow run in this process, None if there can."""
+    if not hasattr(os, "fork"):
+        return "forecasts need fork(), which this system has not"
+    torch: Any = sys.modules.get("torch")
+    if sys.platform == "darwin" and torch is not None and torch.backends.mps.is_available():
+        return "forecasts need fork(), which is not safe on macOS beside Metal"
+    try:
+        in_use()
+    except Exception as error:  # noqa: BLE001  whatever the device answers with, it is not forecast then
+        return f"CUDA is in use in this process and does not answer: {one_sentence(error)}"
+    return None
+
+
+class DryRuns:
+    """Shadow runs, so many at once: copies of a copy of the user's process, each of which runs one attempt.
+
+    The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
+
+    Args:
+        session: the user's program.
+        prepare: restores the start of the cell; called in the forked process, with real tensors, outside of any mode.
+        budget: bytes that there are.
+        timeout_s: time for all of them.
+        workers: how many run at once; None for one per processor, at most four.
+        card: the device to run on as if it were here; None for the memory of this machine, and for one that a cell
+            asks for in vain.
+
+    Attributes:
+        card: the device that they run on, None for the memory of this machine.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prepare: Callable[[], None],
+        *,
+        budget: int | None,
+        timeout_s: float,
+        workers: int | None = None,
+        card: Card | None = None,
+    ) -> None:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.card = card or in_use()
+        self._session, self._prepare, self._budget = session, prepare, budget
+        self._workers = workers or min(processors, _MOST_WORKERS)
+        self._cached = session.accelerator.read().simulated
+        self._timeout_s = timeout_s
+        self._end: float | None = None
+        self._start: Any = None
+        self._running: dict[Copy, tuple[Hashable, Attempt]] = {}
+        self._answered: list[tuple[Hashable, Reading]] = []
+
+    def in_copy(self, work: Work, *, waits: bool = True) -> Copy:
+        """Fork the copy that does ``work`` with them, and return it.
+
+        Args:
+            waits: whether the caller waits for the end. Then what shadows need is loaded here once, and not in each
+                copy anew; a caller that goes on is not kept waiting for that.
+        """
+        loads = "oomdoctor.forecast.dry_run" not in sys.modules
+        if loads and waits and not reserve.is_limited():  # what is loaded here stays
+            from oomdoctor.forecast import dry_run
+
+            dry_run.warm_up()
+            loads = False
+        return Copy(partial(work, self), limit_s=self._timeout_s + _GRACE_S + (_LOADING_S if loads else 0.0))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another shadow may begin."""
+        return len(self._running) + len(self._answered) < self._workers and self.left_s > _REPORT_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._running or self._answered)
+
+    @property
+    def left_s(self) -> float:
+        """Time that is left for all shadows."""
+        return self._timeout_s if self._end is None else self._end - time.monotonic()
+
+    def begin(self, key: Hashable, attempt: Attempt) -> None:
+        """Begin a shadow that runs ``attempt``; its answer comes under ``key``."""
+        if self._start is None:
+            self._bring_back()
+        if isinstance(self._start, Reading):
+            self._answered.append((key, self._start))
+        else:
+            self._running[Copy(partial(self._read, attempt), limit_s=self.left_s)] = key, attempt
+
+    def next(self) -> tuple[Hashable, Reading] | None:
+        """Return the next answer; None when the time is over, and then no shadow is left."""
+        while not self._answered:
+            if self.left_s <= 0 or not self._running:
+                for shadow in self._running:
+                    shadow.end()
+                self._running.clear()
+                return None
+            wait_for((shadow for shadow in self._running if not shadow.over), self.left_s)
+            for shadow in list(self._running):
+                self._take(shadow)
+        return self._answered.pop(0)
+
+    def _bring_back(self) -> None:
+        from oomdoctor.forecast import dry_run
+
+        dry_run.warm_up()
+        self._end = time.monotonic() + self._timeout_s
+        try:
+            self._start = dry_run.bring_back(
+                *(self._prepare, self._session.namespace, self.card), accelerator=self._session.accelerator
+            )
+        except ForecastError as error:
+            self._start = no_reading(str(error))
+
+    def _read(self, attempt: Attempt) -> Iterator[tuple[Reading, dict[Hashable, Any]]]:
+        """Run an attempt, in a shadow; tell what it has noted as well."""
+        from oomdoctor.forecast import dry_run
+        from oomdoctor.forecast.fake_tensors import taken_down
+
+        reading = dry_run.run(
+            *(self._session, attempt, self._start),
+            budget=self._budget,
+            cached=self._cached,
+            card=self.card,
+            time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
+        )
+        yield reading, taken_down()
+
+    def _take(self, shadow: Copy) -> None:
+        """Take the answer of a shadow, if it is there."""
+        from oomdoctor.forecast.fake_tensors import learn
+
+        readings = shadow.poll()
+        if not readings and (not shadow.over or shadow.is_late):
+            return
+        shadow.end()
+        key, attempt = self._running.pop(shadow)
+        reading, noted = readings[0] if readings else (no_reading(shadow.failed), {})
+        learn(noted)
+        if not reading.lacks_cuda:
+            self._answered.append((key, reading))
+            return
+        # It asks for a device that this machine has not: what it would need there can be seen all the same.
+        if self.card is None:
+            self.card = not_in_use()
+        self.begin(key, attempt)
+
+
+# Forecasts ------------------------------------------------------------------------------------------------------------
+
+
+def price(
+    session: Session,
+    attempts: Sequence[Attempt],
+    *,
+    budget: int | None,
+    prepare: Callable[[], None],
+    timeout_s: float = 10.0,
+    workers: int | None = None,
+    card: Card | None = None,
+) -> tuple[Forecast, ...]:
+    """Forecast what each of ``attempts`` would need, in their order.
+
+    Args:
+        session: the user's program.
+        attempts: the first is by convention the unchanged cell; the slowdown of the others is relative to it.
+        budget: bytes that there are.
+        prepare: restores the start of the cell; called in a forked process, with real tensors, outside of any mode.
+        timeout_s: time for all of them together; what was not priced by then is refused with that reason.
+        workers: how many run at once; None for one per processor, at most four.
+        card: the device to run on as if it were here. Without it a cell that asks for a device which this machine has
+            not is run as on one, and the basis says so.
+
+    Returns:
+        A forecast each, with ``refused`` where there is none. An error of the user's code is such a reason.
+    """
+    if not attempts:
+        return ()
+    why, found = unsupported(), dict[int, Reading]()
+    if why is None:
+
+        def work(dry_runs: DryRuns) -> Iterator[object]:
+            waiting = list(enumerate(attempts))
+            while waiting or dry_runs.busy:
+                while waiting and dry_runs.has_room:
+                    dry_runs.begin(*waiting.pop(0))
+                if (answer := dry_runs.next()) is None:
+                    return
+                yield answer
+
+        runs = DryRuns(session, prepare, budget=budget, timeout_s=timeout_s, workers=workers, card=card)
+        copy = runs.in_copy(work)
+        found = dict(copy.wait())
+        why = copy.failed or late(timeout_s)
+    readings = [found.get(index, no_reading(why)) for index in range(len(attempts))]
+    readings = [no_reading(late(timeout_s)) if reading.is_late else reading for reading in readings]
+    return tuple(reading.priced(budget, readings[0].cost) for reading in readings)
+
+
+def is_of_card(forecast: Forecast) -> bool:
+    """Return whether the forecast is that of a device which this machine has not."""
+    return f", {ON_CARD}" in forecast.basis
+
+
+def lacked_card(forecast: Forecast) -> Card | None:
+    """Return the device which this machine has not and that the forecast was made on, None where there is none."""
+    return Card() if is_of_card(forecast) else None
