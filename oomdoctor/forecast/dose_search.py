@@ -123,6 +123,7 @@ class Change:
         why: why there is no shadow run of it, None where there is one or may yet be.
         breaks: whether its shadow run failed where that of the unchanged cell did not: no estimate is given then.
         refused: why it cannot be made at all, None where it can.
+        is_last: whether it is offered though there was no time for a shadow run of it, as nothing else may be enough.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Change:
         self.told: dict[int, Forecast] = {}
         self.why: str | None = None
         self.refused: str | None = None
-        self.breaks = self._is_doubted = False
+        self.breaks = self.is_last = self._is_doubted = False
         self._session, self._evidence = session, evidence
         self._made: dict[int, tuple[Patch | Refused, Attempt | Refused]] = {}
         self._offered: dict[int, Candidate] = {}
@@ -157,8 +158,8 @@ class Change:
 
     @property
     def is_offered(self) -> bool:
-        """Whether it is one fix that can be made, or several that were seen to fit."""
-        return self.refused is None and (self.is_single or self.search.found is not None)
+        """Whether it is one fix that can be made, or several that were seen to fit or are the last that may."""
+        return self.refused is None and (self.is_single or self.search.found is not None or self.is_last)
 
     @property
     def is_open(self) -> bool:

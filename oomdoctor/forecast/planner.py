@@ -236,13 +236,17 @@ class Planner:
             pair = self._pairs.pop(0)
             if any(self._beats(done, pair) for done in self._changes):
                 continue
-            left = math.prod(change.least_told() / unchanged.peak for change in pair)
-            change = Change(len(self._changes), steps_of_two(*pair)[-_STEPS:], self._session, self._evidence, left)
+            change = self._of_two(pair, _STEPS, unchanged.peak)
             if isinstance(change.attempt(len(change.doses) - 1), Refused):
                 continue
             self._changes.append(change)
             return True
         return False
+
+    def _of_two(self, pair: tuple[Change, Change], steps: int, peak: int) -> Change:
+        """Return two changes together in their strongest doses, each thought to leave its share of what is left."""
+        left = math.prod(change.least_told() / peak for change in pair)
+        return Change(len(self._changes), steps_of_two(*pair)[-steps:], self._session, self._evidence, left)
 
     def _possible_pairs(self, peak: int) -> list[tuple[Change, Change]]:
         """Return the pairs to try, those that keep the result and save most first."""
@@ -343,6 +347,23 @@ class Planner:
         for change in self._changes:
             if not change.search.over and change.refused is None and change.why is None:
                 change.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
+        if self._unchanged.peak is not None and not any(map(self._may_heal, self._changes)):
+            self._offer_unpriced(self._unchanged.peak)
+
+    def _may_heal(self, change: Change) -> bool:
+        """Tell whether a change may be enough that is offered and keeps the results."""
+        return change.is_offered and change.effect in KEEPING and _may_fit(self._known(change).forecast)
+
+    def _offer_unpriced(self, peak: int) -> None:
+        """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
+        for pair in self._possible_pairs(peak):
+            change = self._of_two(pair, 1, peak)
+            alike = [done for done in self._changes if done.fixes == change.fixes]
+            is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
+            if change.effect in KEEPING and not is_known and not isinstance(change.attempt(0), Refused):
+                change.why, change.is_last = late(self.time_budget_s), True
+                self._changes.append(change)
+                return
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 

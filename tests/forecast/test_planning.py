@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from forecast_lab import nothing, open_descriptors
 from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor.fixes.sdpa_attention import guard
+from oomdoctor.forecast.dry_runs import Reading
+from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import Planning, make_plan
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Verdict
+from oomdoctor.model.plan import Forecast, Verdict
 from oomdoctor.pipeline import admitted
 
 
@@ -233,6 +236,40 @@ def test_two_that_keep_the_result_are_tried_where_the_single_one_that_fits_does_
     assert len(found.candidates[0].made_of) == 2
     assert found.candidates[0].effect is Effect.EXACT
     assert found.candidates[1].fix == "smaller_batch"
+
+
+class Late:
+    """Answers for what is asked of single fixes that they need too much, and has no time for two together."""
+
+    has_room = True
+
+    def __init__(self, singles: int) -> None:
+        self._singles = singles
+        self._asked: list[Any] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked)
+
+    def begin(self, key: Any, _attempt: Any) -> None:
+        self._asked.append(key)
+
+    def next(self) -> Any:
+        key = self._asked.pop(0)
+        if key is not None and key[0] >= self._singles:
+            return None
+        peak = (90 if key is None else 80) * MIB
+        return key, Reading(forecast=Forecast(basis="shadow run", peak=peak))
+
+
+def test_two_are_offered_without_a_price_where_no_single_one_fits_and_time_is_over():
+    planner = Planner(program(), INCIDENT, evidence(), HALVES, 68 * MIB, frozenset(), 10.0)
+    *_, found = planner.plans(Late(len(HALVES)))
+    (pair,) = [one for one in found.candidates if len(one.made_of) == 2]
+    assert {str(dose) for _, dose in pair.made_of} == {"strength=1", "strength=2"}, "not the strongest"
+    assert pair.forecast.verdict is Verdict.UNKNOWN
+    assert pair.forecast.refused == "not priced within 10 s"
+    assert [one.forecast.verdict for one in found.candidates if one is not pair] == [Verdict.TOO_LARGE] * 2
 
 
 def test_those_not_known_to_go_together_are_not():
