@@ -80,7 +80,7 @@ for x in batches:
 """,
     ),
 )
-MODELS: Final = {"tower": TOWER, **{name: FAMILIES[name] for name in ("cnn", "unet")}}
+MODELS: Final = {"tower": TOWER, "cnn": FAMILIES["cnn"]}
 
 
 def parts_of(rows: Sequence[ModuleMemory]) -> dict[str, frozenset[str]]:
