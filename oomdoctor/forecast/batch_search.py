@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from oomdoctor.forecast.attempts import patched
-from oomdoctor.forecast.dry_runs import BASIS, price
+from oomdoctor.forecast.dry_runs import price
+from oomdoctor.forecast.reading import BASIS
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch

@@ -19,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.devices import check_autocast
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.devices import DeviceTracker
@@ -42,8 +41,8 @@ _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """Weights by their identity, each with its copy in the lower precision; until autocast is left, as in torch."""
 
 
-def replace(tracker: DeviceTracker) -> None:
-    """Let ``torch.autocast`` of the device work in this process."""
+def replace(tracker: DeviceTracker, check: Callable[[], None]) -> None:
+    """Let ``torch.autocast`` of the device work in this process; ``check`` looks at it when it is first on."""
     set_enabled, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
 
     def switch(*args: Any) -> None:
@@ -62,7 +61,7 @@ def replace(tracker: DeviceTracker) -> None:
             set_enabled(_STATE, enabled)
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, enabled)
             if is_first and enabled:
-                check_autocast(tracker)
+                check()
 
     def clear_all() -> None:
         clear()

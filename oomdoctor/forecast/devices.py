@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -123,7 +124,7 @@ def emulate(tracker: DeviceTracker) -> None:
     _move(card)
     device_calls.replace(tracker.ledger, card)
     tracker.workspaces = device_kernels.replace(tracker, card)
-    device_autocast.replace(tracker)
+    device_autocast.replace(tracker, partial(check_autocast, tracker))
     check(tracker)
 
 

@@ -27,7 +27,6 @@ from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
-from oomdoctor.forecast.dry_runs import OUT_OF_TIME, Reading, no_reading
 from oomdoctor.forecast.fake_tensors import counts_alone
 from oomdoctor.forecast.ledger import CELL, Layout, Ledger, allocator_settings, is_retry, of_virtual
 from oomdoctor.forecast.loop_hooks import (
@@ -39,6 +38,7 @@ from oomdoctor.forecast.loop_hooks import (
 )
 from oomdoctor.forecast.loop_model import KeptLists, LoopModel, StopForecast
 from oomdoctor.forecast.outcome import Run, reading_of
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, no_reading
 from oomdoctor.forecast.roles import Alive, ModuleCalls, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.tracker import Tracker

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.batch_search import Batches, largest_batch
-from oomdoctor.forecast.dry_runs import BASIS, DryRuns, is_of_card, lacked_card, late, price, unsupported
+from oomdoctor.forecast.dry_runs import DryRuns, price, unsupported
 from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.reading import BASIS, is_of_card, lacked_card, late
 from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
 from oomdoctor.model.code import OptimizerFacts

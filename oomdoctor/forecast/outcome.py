@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
-from oomdoctor.forecast.dry_runs import BASIS, ON_CARD, Reading
 from oomdoctor.forecast.growth import Growth
+from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
 from oomdoctor.forecast.values import uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast

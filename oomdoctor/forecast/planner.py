@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, steps_of_two, taken_at_its_word
-from oomdoctor.forecast.dry_runs import Reading, late
 from oomdoctor.forecast.ledger import allocator_settings
+from oomdoctor.forecast.reading import Reading, late
 from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix

@@ -13,10 +13,10 @@ from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import replay
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast import price
-from oomdoctor.forecast.dry_runs import Reading, no_reading
 from oomdoctor.forecast.growth import Cut, Growth
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.reading import Reading, no_reading
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.memory import ModuleMemory

@@ -13,9 +13,9 @@ from forecast_lab import nothing, open_descriptors
 from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor.fixes.sdpa_attention import guard
-from oomdoctor.forecast.dry_runs import Reading
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import Planning, make_plan
+from oomdoctor.forecast.reading import Reading
 from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose, Effect, Patch

@@ -1,0 +1,74 @@
+"""The reading of a shadow run: its numbers, or why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from oomdoctor.model.memory import ModuleMemory
+from oomdoctor.model.plan import Forecast
+from oomdoctor.sandbox.card import Card
+
+BASIS: Final = "shadow run"
+ON_CARD: Final = "as on cuda"
+"""Stands in the basis where this machine has no such device."""
+OUT_OF_TIME: Final = "out of time"
+"""Why there is no figure of a shadow that was cut before it saw enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The outcome of one shadow run.
+
+    Attributes:
+        forecast: its numbers, or why there are none.
+        cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
+        left_early: whether what comes after the training was not seen, or not to its end.
+        modules: what the forward of each module keeps; of the unchanged cell alone.
+        is_unfit: whether there are no numbers because the change found itself unfit for the cell.
+        breaks: whether there are none because the code failed, by nothing that only a shadow run has.
+        lacks_cuda: whether there are none because the cell asked in vain for a device of CUDA.
+    """
+
+    forecast: Forecast
+    cost: float = 0.0
+    left_early: bool = False
+    modules: tuple[ModuleMemory, ...] = ()
+    is_unfit: bool = False
+    breaks: bool = False
+    lacks_cuda: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the shadow was cut before it saw enough."""
+        return self.forecast.refused == OUT_OF_TIME
+
+    def priced(self, budget: int | None, unchanged_cost: float | None) -> Forecast:
+        """Return the forecast for a budget, with its slowdown.
+
+        Args:
+            unchanged_cost: cost of the unchanged cell's shadow run; falsy if not known.
+        """
+        slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
+        return replace(self.forecast, budget=budget, slowdown=slowdown)
+
+
+def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False, lacks_cuda: bool = False) -> Reading:
+    """Return the outcome of a shadow run that has no numbers."""
+    told = Forecast(basis=BASIS, refused=why or "it was ended")
+    return Reading(forecast=told, is_unfit=is_unfit, breaks=breaks, lacks_cuda=lacks_cuda)
+
+
+def late(timeout_s: float) -> str:
+    """Return why there is no forecast where the time was over."""
+    return f"not priced within {timeout_s:g} s"
+
+
+def is_of_card(forecast: Forecast) -> bool:
+    """Return whether the forecast is that of a device which this machine has not."""
+    return f", {ON_CARD}" in forecast.basis
+
+
+def lacked_card(forecast: Forecast) -> Card | None:
+    """Return the device which this machine has not and that the forecast was made on, None where there is none."""
+    return Card() if is_of_card(forecast) else None
