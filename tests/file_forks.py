@@ -24,6 +24,7 @@ from typing import Any, Final
 import kernel_forks
 import pytest
 from _pytest.reports import pytest_report_to_serializable
+from _pytest.runner import runtestprotocol
 
 MARKER: Final = "own_process"
 _IMPORTED: Final = ("libcst", "torch._dynamo", "torch._subclasses.fake_tensor", "torch.utils.checkpoint")
@@ -47,8 +48,16 @@ class Files:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if not self._several or not item.get_closest_marker(MARKER):
+        if not self._several:
             return None
+        if not item.get_closest_marker(MARKER):
+            if nextitem is None or not nextitem.get_closest_marker(MARKER):
+                return None
+            # What is set up for it here ends with it: the next one runs elsewhere.
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            runtestprotocol(item, nextitem=None)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            return True
         if self._forks is None:
             self._forks = _Forks()
         if self._file is None or self._file.path != item.path:

@@ -195,7 +195,9 @@ def test_where_a_dry_run_has_told_what_parts_keep_the_cheapest_that_free_enough_
     proposals = propose(live.INCIDENT, replace(FACTS, modules=tuple(kept)))
     assert not isinstance(proposals, Refused)
     doses = [str(one.dose["modules"]).replace("model:", "") for one in proposals]
-    assert not any("slow" in dose for dose in doses[:-1])
+    # Where nothing lowers the peak any more, those that keep less follow.
+    least = sum(one.saves < proposals[-1].saves for one in proposals)
+    assert not any("slow" in dose for dose in doses[:least])
     assert [one.saves for one in proposals] == sorted(one.saves for one in proposals)
 
 

@@ -18,9 +18,9 @@ LINES = {
     "%oomdoctor undo": "there is nothing to undo",
     "%oomdoctor status now": "status does not take 'now'",
     "%oomdoctor 'fix": "cannot be read",
-    "%memreport --tpo 3": "%memreport does not take '--tpo'",
-    "%memreport --top many": "--top needs a number above zero, not 'many'",
-    "%memreport --html": "--html needs a path",
+    "%memreport --tpo 3": "unrecognized arguments: --tpo 3; it takes --device",
+    "%memreport --top many": "argument --top: it needs a number above zero, not 'many'",
+    "%memreport --html": "argument --html: expected one argument",
 }
 
 
