@@ -2,9 +2,10 @@
 
 Where values decide how large a result is and all of them are known (literals, small draws, integers and masks that were
 there before the cell), it is computed for real; else it is made as large as it may be: masks select everything,
-``nonzero`` finds all. Few integers are drawn for real, because they choose where batches begin. Some meta kernels do
-not tell what the real ones allocate: the sums of a CTC loss, losses that keep one number per element, zeros without
-memory, what fused recurrent layers keep for their backward.
+``nonzero`` finds all. Where nothing bounds it, it is made as small as it may be, and the forecast says so. Few integers
+are drawn for real, because they choose where batches begin. Some meta kernels do not tell what the real ones allocate:
+the sums of a CTC loss, losses that keep one number per element, zeros without memory, what fused recurrent layers keep
+for their backward. What a kernel takes inside is in ``cost`` (on the host) and in ``device_scratch`` (on CUDA).
 
 Limits: a large draw moves the generator by one number, not by as many as it has. The reserve of cuDNN cannot be asked
 for without a GPU: it is an estimate from published figures.

@@ -17,7 +17,7 @@ from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.growth import Growth
 from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
-from oomdoctor.forecast.values import uncertain_bytes
+from oomdoctor.forecast.values import unbounded, uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
@@ -91,6 +91,7 @@ def reading_of(run: Run) -> Reading:
         "what is compiled counts as if it were not": run.tracker.is_uncompiled,
         "on the likelier way where values decide": run.tracker.scalars.has_guessed,
         "at the most that values may decide": is_bound,
+        **{f"more where values make {name} larger": True for name in sorted(unbounded)},
         "at the most, as if no deque and no cycle were ever full": loops.is_counted_on,
         "may be larger in steps that were not seen": loops.is_partial,
         "what comes after the training is not seen": run.left_early,

@@ -48,6 +48,8 @@ LIKELY: Final = "_oomdoctor_likely"
 """Attribute of one that is the comparison of one element with a number: what 1 would be, which ``item()`` answers."""
 
 _sizes: set[int] = set()
+unbounded: set[str] = set()
+"""Operators that were answered with the least that they may give, as nothing bounds what values make of it."""
 
 
 class Scalars:
@@ -228,14 +230,16 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
 
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
     """Return as many as is told, else each once."""
-    known = named(func, args, kwargs)["output_size"]
-    most = args[0].numel() if known is None else known
-    return _new([most], args[0], torch.int64, size=most if known is None else None)
+    told = named(func, args, kwargs)["output_size"]
+    if told is None:
+        unbounded.add("repeat_interleave")
+    return _new([args[0].numel() if told is None else told], args[0], torch.int64)
 
 
 def bincount(func: Any, args: Any, kwargs: Any) -> Any:
     """Return as many counts as there are at the least."""
     given = named(func, args, kwargs)
+    unbounded.add("bincount")
     return _new([max(given["minlength"], 1)], args[0], torch.int64 if given["weights"] is None else torch.float64)
 
 

@@ -275,3 +275,10 @@ def test_a_check_in_a_long_loop_never_fails():
     checked = "for i in range(100):\n    p = torch.distributions.Categorical(logits=data[:4]).sample()\n"
     checked += "    assert not torch.isnan(model(data[:4])).any()\n"
     assert forecast(_namespace(), checked).refused is None
+
+
+def test_of_what_nothing_bounds_the_forecast_says_that_it_may_be_more():
+    for line in ("torch.bincount(made)", "torch.repeat_interleave(made)"):
+        told = forecast(_namespace(), f"made = (torch.rand(200_000) * 9).long()\nout = {line}\n")
+        assert "more where values make" in told.basis, line
+        assert not told.at_most
