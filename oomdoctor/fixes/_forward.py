@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.fixes._own_generators import generator_marks
 from oomdoctor.objects.kinds import submodules
 
 _DIMENSIONS: Final = 4
@@ -339,8 +340,9 @@ class StateWatch:
             )
 
     def _marks(self) -> dict[str, Any]:
-        parts = submodules(self._module, self._path)
-        return {name: mark for path, part in parts for name, mark in _marks(path, part)}
+        parts = list(submodules(self._module, self._path))
+        own = {name: mark for path, part in parts for name, mark in _marks(path, part)}
+        return own | dict(generator_marks(parts))
 
     def _parameter_marks(self) -> list[tuple[int, int]]:
         """Return which parameters there are, by identity: ``torch.func.functional_call`` exchanges them for a call."""

@@ -99,6 +99,12 @@ _OF_PROCESS: Final = (
     Setting("path of modules", lambda: list(sys.path), lambda before: refill(sys.path, before)),
     Setting("modules of the user's", _own, _forget),
     Setting("logging disabled", lambda: logging.root.manager.disable, logging.disable),
+    # An alarm of the failed attempt would go off in a later cell.
+    Setting(
+        "alarm",
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        lambda was_set: was_set or signal.setitimer(signal.ITIMER_REAL, 0),
+    ),
     Setting("the handlers of signals", lambda: list(map(_handler_of, _SIGNALS))),
     Setting("the handler of SIGINT", lambda: [_handler_of(signal.SIGINT)]),
     REGISTERED,

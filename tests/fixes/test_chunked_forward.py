@@ -166,6 +166,15 @@ class Drawing(Net):
         return self.layers(x + torch.randn_like(x) if self.training else x)
 
 
+class DrawingOwn(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.layers(x * torch.rand(1, generator=self.generators[0]))
+
+
 class Counting(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +192,7 @@ def _sequence_first() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
+        (DrawingOwn(), "changes the random numbers of `DrawingOwn.generators"),
         (Counting(), "changes Counting.calls"),
         (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "over the whole batch"),
         (Returning(lambda out: out.mean()), "a loss"),

@@ -4,8 +4,10 @@ import copy
 import io
 import random
 from contextlib import nullcontext
+from typing import Any
 
 import live
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -164,6 +166,79 @@ def test_a_forward_that_changes_state_is_refused_when_it_would_happen_twice(bloc
     recompute(model, *ALL)
     with pytest.raises(OomDoctorError, match=what):
         model(torch.randn(4, 8)).sum().backward()
+
+
+GLOBAL_GENERATOR = torch.Generator().manual_seed(0)
+
+
+class OfNotebook(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.tanh(x * torch.rand(1, generator=GLOBAL_GENERATOR)))
+
+
+class OfItself(Block):
+    def __init__(self, made: Any = None) -> None:
+        super().__init__()
+        self.rng = random.Random(0) if made is None else made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.tanh(x * self.rng.random()))
+
+
+class OfNumpy(OfItself):
+    def __init__(self) -> None:
+        super().__init__(np.random.default_rng(0))
+
+
+class OfOldNumpy(OfItself):
+    def __init__(self) -> None:
+        super().__init__(np.random.RandomState(0))
+
+
+def _closed_over() -> type[nn.Module]:
+    drawn = [torch.Generator().manual_seed(0)]
+    generator = drawn[0]
+
+    class Closed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(torch.tanh(x * torch.rand(1, generator=generator)))
+
+    return Closed
+
+
+GENERATORS = [
+    (OfNotebook, "the random numbers of `GLOBAL_GENERATOR`"),
+    (OfItself, r"the random numbers of `blocks.5.rng`"),
+    (OfNumpy, r"the random numbers of `blocks.5.rng`"),
+    (OfOldNumpy, r"the random numbers of `blocks.5.rng`"),
+    (_closed_over(), "the random numbers of `generator`"),
+]
+
+
+@pytest.mark.parametrize(("block", "what"), GENERATORS)
+def test_a_generator_of_the_users_own_is_not_drawn_from_twice(block, what) -> None:
+    model = Net(block=block)
+    recompute(model, *ALL)
+    with pytest.raises(OomDoctorError, match=what):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_the_generators_of_torch_are_put_back_by_whatever_name(monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "_", torch.manual_seed(0))
+    own = type("Own", (Block,), {"forward": lambda self, x: nn.functional.dropout(Block.forward(self, x), 0.5)})
+    model = Net(block=own)
+    model.blocks[0].rng = torch.default_generator
+    recompute(model, *ALL)
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_generator_that_no_block_draws_from_is_no_reason() -> None:
+    model = Net(block=type("Plain", (Block,), {}))
+    model.rng = torch.Generator()
+    recompute(model, *ALL)
+    loss = model(torch.randn(4, 8)).sum()
+    GLOBAL_GENERATOR.manual_seed(1)
+    loss.backward()
 
 
 def test_inner_hooks_compiled_and_replicated_models_are_refused() -> None:

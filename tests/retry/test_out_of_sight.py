@@ -625,6 +625,20 @@ def test_a_thread_that_waits_for_an_event_is_no_reason() -> None:
         assert [one for one in told if "done" in one] == []
 
 
+def test_an_alarm_of_the_failed_attempt_is_switched_off() -> None:
+    left, handler = signal.setitimer(signal.ITIMER_REAL, 0), signal.getsignal(signal.SIGALRM)
+    try:
+        with begun("") as namespace:
+            failed("signal.alarm(600)", namespace).restore()
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+            signal.alarm(600)
+            failed("n = 1", namespace).restore()
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "one that was set before goes on"
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *left)
+
+
 def test_a_class_that_answers_nothing_is_named() -> None:
     meta = "class Shy(type):\n    def __getattribute__(cls, name): raise RuntimeError(name)\n"
     with begun(f"{meta}class C(metaclass=Shy): pass") as namespace:
