@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from oomdoctor.objects.rng import generator_state
+from oomdoctor.objects.rng import comparable, generator_state
 
 _OF_LIBRARIES: Final = ("torch", "torchvision", "torchaudio")
 
@@ -59,5 +59,4 @@ def _within_reach(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def _mark(generator: Any) -> Any:
     with _disable_current_modes():  # the state has values, which modes of a shadow run would not give
-        state = generator_state(generator)
-        return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
+        return comparable(generator_state(generator))

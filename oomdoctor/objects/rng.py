@@ -86,6 +86,11 @@ def generator_state(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator).state if not _is_seed(generator) else None
 
 
+def comparable(state: Any) -> Any:
+    """Return what ``generator_state`` returned as what is equal only where the state is the same."""
+    return state.numpy().tobytes() if hasattr(state, "numpy") else repr(state)
+
+
 def is_random(cls: type) -> bool:
     """Return whether a class is of numpy's sources of random bits or of their seeds."""
     return any((module_of(base), name_of(base)) in _SOURCES for base in mro_of(cls))
@@ -134,7 +139,6 @@ class Stream(Memento):
 
     def changed(self) -> str | None:
         """Return whether it was drawn from, or set."""
-        now, before = generator_state(self._generator), self._state
-        if hasattr(now, "numpy"):
-            now, before = now.numpy().tobytes(), before.numpy().tobytes()
-        return None if repr(now) == repr(before) else "drawn random numbers"
+        return (
+            None if comparable(generator_state(self._generator)) == comparable(self._state) else "drawn random numbers"
+        )
