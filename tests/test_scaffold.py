@@ -49,12 +49,15 @@ def test_it_writes_three_files_and_edits_none(checkout):
         "rules/device/states_fill_memory.yaml",
     }
     for path in after.keys() - before.keys():
-        assert b"@" not in after[path].replace(b"@contextmanager", b""), f"a placeholder is left in {path}"
+        assert b"@" not in after[path], f"a placeholder is left in {path}"
 
 
-def test_the_rule_is_named_for_the_fix_where_no_name_is_given(checkout):
-    assert make_new(checkout, "FIX=offload_states").returncode == 0
-    assert (checkout / "rules" / "device" / "when_offload_states.yaml").is_file()
+def test_no_rule_is_written_where_none_is_named(checkout):
+    before = files_of(checkout)
+    done = make_new(checkout, "FIX=offload_states")
+    assert done.returncode == 0
+    assert not [path for path in files_of(checkout).keys() - before.keys() if path.suffix == ".yaml"]
+    assert "No rule suggests it yet" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,12 @@ def test_one_file_in_the_way_stops_all_three(checkout):
 
 
 def test_the_new_rule_is_sound_but_for_its_example(checkout):
-    assert make_new(checkout, "FIX=offload_states").returncode == 0
-    rule = checkout / "rules" / "device" / "when_offload_states.yaml"
+    assert make_new(checkout, "FIX=offload_states", "RULE=device/states_fill_memory").returncode == 0
+    rule = checkout / "rules" / "device" / "states_fill_memory.yaml"
     book = load([rule], known_fixes=["offload_states"])
     assert [fault.message for fault in book.faults] == ["the rule does not fire on this example"]
     rule.write_text(rule.read_text().replace("activation_ratio > 1", "activation_ratio > 0.5"))
-    assert load([rule], known_fixes=["offload_states"]).rules[0].file.id == "when_offload_states"
+    assert load([rule], known_fixes=["offload_states"]).rules[0].file.id == "states_fill_memory"
 
 
 @pytest.mark.slow
