@@ -24,7 +24,6 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -159,7 +158,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     under = ground(program)
     for scope in under.reach:
         called = {made.name for node in own_nodes(scope.body) if (made := operation(node)) is not None}
-        if not called & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
+        if "softmax" in called and not called & _FUSED and (softmax := _softmax_of_scores(scope)) is not None:
             return (site(WRITTEN, scope, softmax),)
     eager = [path for path, model in objects.modules if _can_be_switched(model)]
     for scope in under.basis:
@@ -209,7 +208,7 @@ def _sets_it(node: ast.Assign) -> bool:
 
 def _softmax_of_scores(scope: Scope) -> ast.expr | None:
     """Return the softmax of what has a product in it that goes into a further product."""
-    body = [_AsCalls().visit(deepcopy(node)) for node in scope.body]
+    body = _products_as_calls(scope.body)
     calls = [(node, made) for node in own_nodes(body) if isinstance(node, ast.Call) and (made := operation(node))]
     of_scores = Flow(makes=_is_one_of(_PRODUCTS), stops=_is_one_of(_SHAPES), of_graphs=False)
     scores = of_scores.spread(body, ())
@@ -229,15 +228,21 @@ def _is_one_of(names: Collection[str]) -> Callable[[ast.Call], bool]:
     return lambda call: (made := operation(call)) is not None and made.name in names
 
 
-class _AsCalls(ast.NodeTransformer):
-    """Writes each product of matrices as a call."""
+def _products_as_calls(part: Any) -> Any:
+    """Return a copy of nodes with each product of matrices as a call.
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        if not isinstance(node.op, ast.MatMult):
-            return node
-        call = ast.Call(ast.Name("matmul", ast.Load()), [node.left, node.right], [])
-        return ast.copy_location(call, node)
+    Nodes are copied by their fields: their attributes may lead far away, as executing, which IPython's tracebacks
+    use, sets ``parent`` on ``ast.Load()``, of which Python has but one.
+    """
+    if isinstance(part, list | tuple):
+        return [_products_as_calls(one) for one in part]
+    if not isinstance(part, ast.AST):
+        return part
+    fields = {name: _products_as_calls(value) for name, value in ast.iter_fields(part)}
+    if isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult):
+        product = ast.Name("matmul", ast.Load())
+        return ast.copy_location(ast.Call(product, [fields["left"], fields["right"]], []), part)
+    return ast.copy_location(type(part)(**fields), part)
 
 
 FIX: Final = Fix(
