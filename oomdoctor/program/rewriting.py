@@ -229,8 +229,8 @@ def edit(
             return Refused(f"{cell}: {why}")
         lines = "\n".join(live or ())
         return Edit(cell=cell.number, before=cell.source, after=after, replay=lines, file=cell.file)
-    known = {_text(parsed.module, node) for node in parsed.module.body}
-    changed = [node for node in module.body if _text(module, node) not in known]
+    known = {_bare(parsed.module, node) for node in parsed.module.body}
+    changed = [node for node in module.body if _bare(module, node) not in known]
     imports = "".join(_text(module, node) for node in changed if is_import(node))
     functions = [_text(module, node) for node in changed if isinstance(node, cst.FunctionDef)]
     classes = [node for node in changed if isinstance(node, cst.ClassDef)]
@@ -285,6 +285,11 @@ def join(cells: Cells, edits: Iterable[Edit | Refused]) -> Patch | Refused:
 
 def _text(module: cst.Module, node: cst.CSTNode) -> str:
     return module.code_for_node(node).lstrip("\n")
+
+
+def _bare(module: cst.Module, node: cst.CSTNode) -> str:
+    """Return a statement without the comments above it, which LibCST keeps elsewhere where it is the first."""
+    return module.code_for_node(node.with_changes(leading_lines=()))
 
 
 def is_import(node: cst.CSTNode) -> bool:

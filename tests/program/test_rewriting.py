@@ -151,6 +151,12 @@ def test_what_an_earlier_cell_newly_imports_is_replayed_before_its_functions() -
     assert made.replay == "import math\n\n\ndef f():\n    return math.pi\n"  # type: ignore[attr-defined]
 
 
+def test_a_comment_above_the_first_statement_of_an_earlier_cell_makes_it_no_changed_one() -> None:
+    made = imported(cells("# Tensor type\nx = 2\n\ndef f():\n    return 1\n", "f()"), 5, "return math.pi\n")
+    assert not isinstance(made, Refused)
+    assert made.replay == "import math\nimport os\n\n\ndef f():\n    return math.pi\n"  # type: ignore[attr-defined]
+
+
 def test_what_the_objects_are_told_is_replayed_for_changed_statements() -> None:
     both = cells(EARLIER, "f()")
     refused = imported(both, 6, "x = math.pi\n")
