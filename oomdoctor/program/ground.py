@@ -269,12 +269,23 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
     waiting = [top]
     while waiting:
         scope = waiting.pop()
+        own = _own_data(scope)
         for node in _nodes(scope.body, behind):
-            for function in named.get(_named(node, program), []):
+            name = _named(node, program)
+            for function in () if name in own and isinstance(node, ast.Name) else named.get(name, []):
                 if function not in found:
                     waiting.append(function)
                 found.setdefault(function, []).append(scope)
     return found
+
+
+def _own_data(scope: Scope) -> set[str]:
+    """Return the names that a function assigns for itself and calls nowhere: no function of the program."""
+    if scope.function is None:
+        return set()
+    nodes = list(own_nodes(scope.body, lambda node: isinstance(node, ast.comprehension)))
+    outer = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    return stored(nodes) - outer - {call_name(node) for node in ast.walk(scope.function) if isinstance(node, ast.Call)}
 
 
 def _named(node: ast.AST, program: Program) -> str:

@@ -35,6 +35,14 @@ if __name__ == "__main__":
             (4,),
             id="a method of its name",
         ),
+        *(
+            pytest.param(
+                f"def g():\n    f = data()\n    {use}\ndef f():\n    train()\n    os.remove(a, f)\ng()\nf()",
+                *((8, 5), () if is_data else (6,), (6,) if is_data else ()),
+                id=f"a name of another function's own, {use}",
+            )
+            for use, is_data in (("return len(f)", True), ("f()", False), ("global f", False))
+        ),
         pytest.param("[f() for f in (train, save)]\nos.remove(a, f)", (1,), (), (2,), id="comprehension"),
         pytest.param(
             "try:\n    train()\nexcept E:\n    os.remove(a, f)\nfinally:\n    os.remove(b, f)\nos.remove(c, f)",
