@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -146,6 +146,7 @@ def plan(
     set_aside: int = 0,
     at_most: int | None = None,
     is_hurried: bool = False,
+    without: Collection[str] = (),
 ) -> Case:
     """Price the fixes, and wait for it. For the arguments see ``planning``.
 
@@ -157,6 +158,7 @@ def plan(
     """
     begun = None
     terms: dict[str, Any] = {"set_aside": set_aside, "at_most": at_most, "waits": True, "is_hurried": is_hurried}
+    terms |= {"without": without}
     try:
         begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
@@ -181,6 +183,7 @@ def planning(
     waits: bool = False,
     is_hurried: bool = False,
     unforecast: str | None = None,
+    without: Collection[str] = (),
 ) -> Planning:
     """Begin to price the fixes while the user's process goes on. The failure's frames should be released by now.
 
@@ -191,6 +194,7 @@ def planning(
         at_most: bytes that tensors may take, where the user wants them to take less than there is.
         waits: whether the caller waits for the end of it.
         unforecast: why there is no shadow run, where there is no time for any.
+        without: ids of fixes that are left out.
     """
     from oomdoctor.forecast.planning import Planning
 
@@ -204,7 +208,7 @@ def planning(
     leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
     with uncounted():
         return Planning(
-            *(session, case.incident, case.evidence, _fixes_in_order(case)),
+            *(session, case.incident, case.evidence, [fix for fix in _fixes_in_order(case) if fix.id not in without]),
             budget=budget if budget is None or at_most is None else min(budget, at_most),
             prepare=(lambda: None) if transaction is None else transaction.restore,
             time_budget_s=time_budget_s,

@@ -72,7 +72,7 @@ async def heal(
         by_itself=by_itself,
     )
     ahead = case.evidence.code.not_reached
-    failures = _Failures(checks, places, plan_s)
+    failures = _Failures(case, checks, places, plan_s)
     outcome, error = await retry(
         transaction,
         [choice for _, choice in choices],
@@ -87,6 +87,7 @@ async def heal(
         admit=checks.admit,
         writes=bool(case.evidence.code.written_anew),
         further=failures.further,
+        last=failures.without_refuted,
         is_final=lambda choice, error: bool(ahead) and failures.may_have_come_to_calls(choice, error),
     )
     is_healed = outcome.kind is OutcomeKind.HEALED
@@ -112,15 +113,18 @@ class _Failures:
     """What the failures of attempts show of the changed program: where memory ran out, and what it had come to.
 
     Attributes:
-        checks: of the changes that are attempted.
+        case: the failure of the unchanged program; ``checks``: of the changes that are attempted.
         places: see ``heal``, likewise ``plan_s``.
         came_further: whether an attempt may have made a call that the failed run had not come to.
+        has_planned_anew: whether changes were looked for without those that a trial has refuted.
     """
 
+    case: Case
     checks: Checks
     places: Callable[[], Mapping[str, int]] | None
     plan_s: float
     came_further: bool = False
+    has_planned_anew: bool = False
     _seen: tuple[BaseException, tuple[Case, Session] | None] | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +148,22 @@ class _Failures:
             return None  # it was too mild, for all that is known: a stronger dose is next
         seen = self._look(choice, error) if candidate.effect in _KEEP else None
         return None if seen is None else partial(self._planned, choice, candidate, *seen)
+
+    def without_refuted(self) -> list[Choice]:
+        """Plan once more without what a trial has refuted, where nothing is left to try.
+
+        What was seen to fit had ended the search, and may have been what does not keep the results.
+        """
+        refuted, known = frozenset(self.checks.unfit), self.checks.candidates
+        if self.has_planned_anew or not (refuted and self.plan_s and self.checks.by_itself):
+            return []
+        self.has_planned_anew = True
+        terms: dict[str, Any] = {"time_budget_s": self.plan_s, "is_hurried": True, "without": refuted}
+        priced = plan(self.case, self.checks.session, self.checks.transaction, **terms)
+        fresh = [one for one in admitted(priced, "exact") if one.label not in known]
+        choices = _choices(priced, self.checks.session, fresh)
+        known.update((choice.label, candidate) for candidate, choice in choices)
+        return [choice for _, choice in choices]
 
     def _look(self, choice: Choice, error: BaseException) -> tuple[Case, Session] | None:
         """Return the failure of an attempt diagnosed as one of the changed program; None where it cannot be."""

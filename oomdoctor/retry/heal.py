@@ -50,6 +50,7 @@ async def heal(
     admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
     writes: bool = False,
     further: Callable[[Choice, BaseException], Callable[[], Sequence[Choice]] | None] = lambda choice, error: None,
+    last: Callable[[], Sequence[Choice]] = lambda: (),
     is_final: Callable[[Choice, BaseException | None], bool] = lambda choice, error: False,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
@@ -67,6 +68,7 @@ async def heal(
         admit: asked before each attempt; returns what is to be run, or why it is not.
         further: asked when memory ran out with a choice, while the failure holds what it held; what it returns is asked
             afterwards what to try next.
+        last: asked when nothing is left to try, until it has no more either.
         is_final: asked of each attempt that failed, likewise: whether no other may follow.
         writes: whether the cell writes files, which it must not read as its failed run has left them.
 
@@ -78,7 +80,7 @@ async def heal(
     doubts = transaction.doubts()
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
     waiting = deque(choices)
-    while waiting:
+    while waiting or (waiting := deque(last())):
         choice = waiting.popleft()
         if choice.fix in log.unfit:
             continue

@@ -197,6 +197,7 @@ class Watch:
             most_attempts=self._config.attempts,
             time_budget_s=self._config.retry_time_s,
             by_itself=True,
+            plan_s=self._config.forecast_time_s,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self.part.namespace, before)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def outcome_of(
     is_oom: Any = lambda exc: isinstance(exc, Doomed),
     accelerator: Any = None,
     writes: bool = False,
+    last: Sequence[str] = (),
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Heal a program whose cell appends to ``log``; each source is one trial of a fix of its own."""
     log = [] if log is None else log
@@ -52,8 +53,9 @@ def outcome_of(
     trials = [
         Choice(fix=source.partition("#")[2] or str(at), label=f"trial {at}",
               attempt=Attempt(source=source, live=(live,) if live else ()))
-        for at, source in enumerate(sources)
+        for at, source in enumerate([*sources, *last])
     ]  # fmt: skip
+    later = [trials[len(sources):], []] if last else []
 
     async def run(attempt: Attempt) -> BaseException | None:
         try:
@@ -64,9 +66,10 @@ def outcome_of(
 
     result, error = asyncio.run(
         heal(
-            transaction, trials, run,
+            transaction, trials[:len(sources)], run,
             accelerator=accelerator or HostAccelerator(), is_oom=is_oom,
             most_attempts=most, time_budget_s=60, failed=failed, writes=writes,
+            last=lambda: later.pop(0) if later else [],
         )
     )  # fmt: skip
     return result, error, namespace
@@ -78,6 +81,14 @@ def test_the_first_that_runs_through_heals() -> None:
     assert outcome.fixes == ("trial 1",)
     assert error is None
     assert namespace["log"] == [0, 2]
+
+
+def test_what_is_planned_last_is_tried_when_nothing_else_is_left() -> None:
+    outcome, error, namespace = outcome_of(["raise OomDoctorError('unfit')"], last=["log.append(2)"])
+    assert (outcome.kind, outcome.fixes, error) == (OutcomeKind.HEALED, ("trial 1",), None)
+    assert namespace["log"] == [0, 2]
+    outcome, _, _ = outcome_of(["raise OomDoctorError('unfit')"], last=["raise OomDoctorError('as well')"])
+    assert (outcome.kind, outcome.attempts) == (OutcomeKind.REFUSED, 2)
 
 
 @pytest.mark.gpu
