@@ -27,6 +27,7 @@ no two runs the same bits.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pickle
@@ -128,6 +129,7 @@ class Row:
     apart: float | None = None
     from_changed: float | None = None
     where: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
     offered: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -153,6 +155,52 @@ class Row:
 
 
 # In the kernel ----------------------------------------------------------------------------------------------------
+
+
+def clock() -> None:
+    """Note from here on how long each phase of a retry takes, in seconds: looking, forecasts, trials, attempts."""
+    from oomdoctor.pipeline.healing import Checks
+    from oomdoctor.shell import doctor
+
+    doctor.__dict__["phases"] = {}  # kept there: a retry puts back what this module holds
+    owners: list[tuple[Any, str, str]] = [
+        (doctor, "_looked_at", "looking"),
+        (doctor, "plan", "forecasts"),
+        (Checks, "_tried", "trials"),
+        (doctor._Attempts, "run", "attempts"),
+    ]
+    for owner, name, phase in owners:
+        setattr(owner, name, _clocked(getattr(owner, name), phase))
+
+
+def _clocked(function: Any, phase: str) -> Any:
+    def note(begun: float) -> None:
+        noted = phases()
+        noted[phase] = noted.get(phase, 0.0) + time.monotonic() - begun
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            note(begun)
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return await function(*args, **kwargs)
+        finally:
+            note(begun)
+
+    return awaited if inspect.iscoroutinefunction(function) else call
+
+
+def phases() -> dict[str, float]:
+    """Return the seconds of each phase since ``clock``."""
+    from oomdoctor.shell import doctor
+
+    noted: dict[str, float] = doctor.__dict__["phases"]
+    return noted
 
 
 def give(size: int) -> None:
@@ -344,10 +392,11 @@ def capped(one: Notebook, row: Row) -> dict[str, Any] | None:
     for at, cell in enumerate(row.unit.cells):
         if at == row.unit.fails:
             one.idle()
-            one.kernel.value(f"{HERE}.give({row.size})")
+            one.kernel.value(f"[{HERE}.clock(), {HERE}.give({row.size})]")
         reply, took_s = one.run(cell)
         if at == row.unit.fails:
             row.healed_s, told = took_s, one.kernel.value(f"{HERE}.last()")
+            row.phases = one.kernel.value(f"{HERE}.phases()")
             if told is None or told["outcome"] != "healed":
                 return told
         assert reply.status == "ok", f"{row.unit.name}, cell {at + 1}: {reply.text[-800:]}"
@@ -400,6 +449,10 @@ def told(row: Row) -> Iterator[str]:
         f"  time      {row.plain_s:.1f} s with memory to spare, {row.healed_s:.1f} s healed; "
         f"without 3 s, x{row.ratio:.2f}; {row.attempts} attempts"
     )
+    if row.phases:
+        rest_s = row.healed_s - sum(row.phases.values())
+        took = ", ".join(f"{name} {took_s:.1f} s" for name, took_s in row.phases.items())
+        yield f"  of it     {took}, the rest {rest_s:.1f} s"
     yield f"  cause     {row.cause or 'none'}{'' if row.names_cause else ', NOT of ' + ', '.join(unit.causes)}"
     if row.is_healed:
         yield f"  state     {state}; {row.apart:.1g} of the largest value from the unchanged program"
@@ -424,6 +477,8 @@ def summary(rows: list[Row]) -> Iterator[str]:
     if healed:
         ratios = sorted(row.ratio for row in healed)
         yield f"time of the healed cell, three seconds less: median x{statistics.median(ratios):.2f}"
+        for phase in dict.fromkeys(name for row in healed for name in row.phases):
+            yield f"  {phase}: median {statistics.median(row.phases.get(phase, 0.0) for row in healed):.1f} s"
         attempts = Counter(row.attempts for row in healed)
         yield "attempts: " + ", ".join(f"{count} with {attempt}" for attempt, count in sorted(attempts.items()))
 

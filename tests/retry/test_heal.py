@@ -55,7 +55,7 @@ def outcome_of(
               attempt=Attempt(source=source, live=(live,) if live else ()))
         for at, source in enumerate([*sources, *last])
     ]  # fmt: skip
-    later = [trials[len(sources):], []] if last else []
+    later = [trials[len(sources) :], []] if last else []
 
     async def run(attempt: Attempt) -> BaseException | None:
         try:
