@@ -158,11 +158,7 @@ _NEXT: Final = _Items.__next__.__code__
 
 
 def _is_users(function: FunctionType, namespace: dict[str, Any]) -> bool:
-    if function.__globals__ is namespace:
-        return True
-    if str(function.__globals__.get("__name__", "")).partition(".")[0] == _OWN:
-        return False
-    return is_users_file(function.__globals__.get("__file__"))
+    return function.__globals__ is namespace or is_users_file(function.__globals__.get("__file__"))
 
 
 # What a loop goes over -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import sysconfig
@@ -24,13 +25,16 @@ from oomdoctor.objects.kinds import (
     spelled,
 )
 
-_FOLDERS: Final = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PACKAGES: Final = ("site-packages", "dist-packages")
 _OURS: Final = __name__.partition(".")[0]
+_FOLDERS: Final = (
+    *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
+    f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}",  # noqa: PTH120 - compared as text, like co_filename
+)
+_PACKAGES: Final = ("site-packages", "dist-packages")
 
 
 def is_users_file(path: Any) -> TypeGuard[str]:
-    """Return whether ``__file__`` of a module is a path in no folder of Python's or of installed packages."""
+    """Return whether the file of a module or of code is in no folder of Python's, of installed packages, or ours."""
     return type(path) is str and not path.startswith(_FOLDERS) and not any(folder in path for folder in _PACKAGES)
 
 

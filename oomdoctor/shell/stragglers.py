@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import sys
 import threading
 from collections.abc import Hashable, Iterator
@@ -26,7 +25,6 @@ from weakref import WeakSet
 from oomdoctor.objects.alive import alive_exactly
 from oomdoctor.objects.named import is_users_file
 
-_OWN: Final = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"  # noqa: PTH120 - compared as text, like co_filename
 _LONGEST_S: Final = 5.0
 """Time that tasks get to end after they were cancelled."""
 
@@ -171,7 +169,7 @@ def _is_users(code: CodeType | None) -> bool:
     name = code.co_filename if code is not None else "<"
     if name.startswith("<"):
         return name.startswith("<ipython-input-")
-    return is_users_file(name) and not name.startswith(_OWN)
+    return is_users_file(name)
 
 
 _LOKY: Final = ("loky.process_executor", "joblib.externals.loky.process_executor")
