@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -20,8 +20,9 @@ from oomdoctor.evidence._models import parameters
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, ReplicaFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
-from oomdoctor.model.session import Cells
+from oomdoctor.model.session import Cells, Standing
 from oomdoctor.model.site import Site
+from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
@@ -44,7 +45,7 @@ def facts(
     local: Iterable[tuple[str, Any, tuple[int, int]]] = (),
     line: int | None = None,
     running: Iterable[tuple[int, int]] = (),
-    unbound: Mapping[tuple[int, int], Set[str]] | None = None,
+    standing: Mapping[tuple[int, int], Standing] | None = None,
     passed: Passed | None = None,
     loaded: Container[str] = sys.modules,
     detectors: Mapping[str, Detect] | None = None,
@@ -61,7 +62,7 @@ def facts(
         local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins.
         line: line of the failing cell that was running, to tell whether autograd was off there.
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
-        unbound: names of the functions of ``running`` that were not bound.
+        standing: where each function of ``running`` stood.
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
         detectors: what finds the practice that a fix mends, by the id of the fix.
@@ -81,8 +82,10 @@ def facts(
     live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
     source = cells.failing.source.strip()
     off = {name for name, value in namespace.items() if value is False}
-    at_top = {(cells.failing.number, line or 0): bound_names(cells.failing.source).difference(namespace)}
-    ahead = unreached(program, line, running, {**(unbound or {}), **at_top})
+    at_top = bound_names(cells.failing.source).difference(namespace)
+    own = {name: own_names(value) for name, value in namespace.items()}
+    top = {(cells.failing.number, line or 0): Standing(at_top, own)}
+    ahead = unreached(program, line, running, {**(standing or {}), **top})
     repetition = not_repeatable(
         program,
         lambda name: _home(live.get(name)),

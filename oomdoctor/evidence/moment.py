@@ -43,9 +43,9 @@ from oomdoctor.objects.frames import (
     local_modules,
     locals_of,
     running_frames,
+    standing_in,
     steps_of,
     traceback_of,
-    unbound_in,
 )
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
@@ -218,7 +218,7 @@ def _facts(
             local=local_modules(exc, filenames, objects[0]),
             line=line,
             running=running,
-            unbound={} if line is None else unbound_in(exc, filenames, (cells.failing.number, line)),
+            standing={} if line is None else standing_in(exc, filenames, (cells.failing.number, line)),
             passed=passed(exc),
             detectors=detectors,
             is_kept=session.is_kept,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,6 +64,18 @@ class Accelerator(Protocol):
 
     def empty_cache(self) -> None:
         """Return cached, unused segments to the driver."""
+
+
+class Standing(NamedTuple):
+    """Where a function stood when the cell failed.
+
+    Attributes:
+        unbound: its locals that were not bound: no round of a loop had bound them.
+        own: by dotted name, what each of its objects, and of those that ``self`` has, does not have from a library.
+    """
+
+    unbound: frozenset[str]
+    own: Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

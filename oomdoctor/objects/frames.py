@@ -6,11 +6,14 @@ import inspect
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.objects.kinds import Kind, kind_of, module_of, plain_dict, spelled, submodules
+from oomdoctor.model.session import Standing
+from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
+from oomdoctor.objects.named import is_installed
 
 _cause: Final = vars(BaseException)["__cause__"].__get__
 _context: Final = vars(BaseException)["__context__"].__get__
@@ -162,17 +165,34 @@ def _places(
     return []
 
 
-def unbound_in(
+def standing_in(
     exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]
-) -> dict[tuple[int, int], frozenset[str]]:
-    """Return the locals of each function of ``lines_of`` that were not bound: no round of a loop had bound them."""
-    found: dict[tuple[int, int], frozenset[str]] = {}
+) -> dict[tuple[int, int], Standing]:
+    """Return where each function of ``lines_of`` stood."""
+    found: dict[tuple[int, int], Standing] = {}
     for place, frame in _places(exc, cells, through):
         code = frame.f_code
         if code.co_flags & inspect.CO_OPTIMIZED:
-            unbound = frozenset((*code.co_varnames, *code.co_cellvars)).difference(locals_of(frame))
-            found[place] = unbound & found.get(place, unbound)
+            own = locals_of(frame)
+            unbound = frozenset((*code.co_varnames, *code.co_cellvars)).difference(own)
+            unbound &= found[place].unbound if place in found else unbound
+            parts = plain_dict(own.get("self")) or {}
+            held = {**own, **{f"self.{name}": value for name, value in parts.items()}, **_modules_of(parts)}
+            found[place] = Standing(unbound, {name: own_names(value) for name, value in held.items()})
     return found
+
+
+def own_names(value: Any) -> frozenset[str]:
+    """Return the attributes of an object that are its own, or that a class of the user's defines."""
+    classes = (one for one in mro_of(type(value)) if not is_installed(module_of(one)))
+    names = chain(plain_dict(value) or (), *map(members_of, classes))
+    return frozenset(name for name in names if type(name) is str)
+
+
+def _modules_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the modules that an object which is a module itself has, by their dotted names."""
+    modules = parts.get("_modules")
+    return {f"self.{name}": value for name, value in modules.items()} if type(modules) is dict else {}
 
 
 def local_modules(

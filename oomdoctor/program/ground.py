@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from oomdoctor.model.session import Standing
 from oomdoctor.program import words
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.definitions import Program, Scope, is_gradless
@@ -142,14 +143,14 @@ def unreached(
     program: Program,
     line: int | None,
     running: Collection[tuple[int, int]],
-    unbound: Mapping[tuple[int, int], AbstractSet[str]],
+    standing: Mapping[tuple[int, int], Standing],
 ) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
     Args:
         line: of the failing cell; None where it is not known, so that all of it may have run.
         running: ``(cell, line)`` of all that was running.
-        unbound: names of each of these that nothing had bound yet.
+        standing: where each of these stood.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or program.magic_at(line) is not None:  # a magic may show an error and go on
@@ -160,11 +161,12 @@ def unreached(
     if len(ran[top]) > 1:
         return frozenset()  # an error that was caught and raised again has two lines
     lines = {scope: min(ran[scope]) for scope in program.running if len(ran.get(scope, ())) == 1}
-    unmade = {scope: _never_bound(scope, unbound.get((scope.cell, at), ())) for scope, at in lines.items()}
+    stood = {scope: standing[scope.cell, at] for scope, at in lines.items() if (scope.cell, at) in standing}
+    unmade = {scope: _never_bound(scope, stood[scope].unbound if scope in stood else ()) for scope in lines}
     while True:
         rest = (node for scope, at in lines.items() for node in _behind(scope.body, at, unmade[scope]))
         behind = {id(part) for node in rest for part in ast.walk(node)}
-        callers = _callers(program, top, behind)
+        callers = _callers(program, top, behind, {scope: one.own for scope, one in stood.items()})
         many = [one for one in lines if one is not top and not _is_called_once(callers.get(one, []), lines, unmade)]
         if not many:
             break
@@ -212,7 +214,7 @@ def _never_bound(scope: Scope, unbound: Iterable[str]) -> frozenset[str]:
 
 
 def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Iterator[ast.stmt]:
-    """Yield the statements that are run after the one with the line, if it does not fail.
+    """Yield the statements that are run after the one with the line, if it does not fail, or were passed by before.
 
     Args:
         unbound: names that nothing has bound yet.
@@ -221,6 +223,7 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
     at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
     if at is None:
         return
+    yield from _passed_by(waiting[:at], unbound)
     now = waiting[at]
     if isinstance(now, ast.If):
         for block, other in ((now.body, now.orelse), (now.orelse, now.body)):
@@ -237,6 +240,17 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
         if not all(call_name(item.context_expr).rpartition(".")[2] in words.LETS_ERRORS_THROUGH for item in now.items):
             return
     yield from waiting[at + 1 :]
+
+
+def _passed_by(done: Iterable[ast.stmt], unbound: frozenset[str]) -> Iterator[ast.stmt]:
+    """Yield the blocks within statements that have ended that were not run: one binds a name that is not bound."""
+    for node in done:
+        for block in (node.body, node.orelse) if isinstance(node, ast.If | Loop) else ():
+            is_left = any(isinstance(inner, ast.Break | ast.Continue) for one in block for inner in ast.walk(one))
+            if not is_left and any(not unbound.isdisjoint(_always_bound(one)) for one in block):
+                yield from block
+            else:
+                yield from _passed_by(block, unbound)
 
 
 def _is_first_round(loop: Loop, line: int, unbound: frozenset[str]) -> bool:
@@ -259,8 +273,14 @@ def _always_bound(node: ast.stmt) -> Iterator[str]:
         yield from stored(part for target in targets for part in ast.walk(target))
 
 
-def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scope, list[Scope]]:
-    """Return the functions that are named in what may have run, each with the scope of each place."""
+def _callers(
+    program: Program, top: Scope, behind: Collection[int], own: Mapping[Scope, Mapping[str, frozenset[str]]]
+) -> dict[Scope, list[Scope]]:
+    """Return the functions that are named in what may have run, each with the scope of each place.
+
+    Args:
+        own: what the objects that are named in the scopes which are running do not have from a library.
+    """
     named: dict[str, list[Scope]] = {}
     for scope in program.running:
         if scope.function is not None:
@@ -269,10 +289,10 @@ def _callers(program: Program, top: Scope, behind: Collection[int]) -> dict[Scop
     waiting = [top]
     while waiting:
         scope = waiting.pop()
-        own = _own_data(scope)
+        data = _own_data(scope)
         for node in _nodes(scope.body, behind):
-            name = _named(node, program)
-            for function in () if name in own and isinstance(node, ast.Name) else named.get(name, []):
+            name = _named(node, program, own.get(scope, {}))
+            for function in () if name in data and isinstance(node, ast.Name) else named.get(name, []):
                 if function not in found:
                     waiting.append(function)
                 found.setdefault(function, []).append(scope)
@@ -288,9 +308,15 @@ def _own_data(scope: Scope) -> set[str]:
     return stored(nodes) - outer - {call_name(node) for node in ast.walk(scope.function) if isinstance(node, ast.Call)}
 
 
-def _named(node: ast.AST, program: Program) -> str:
-    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself."""
+def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -> str:
+    """Return the function that an expression names, ``.name`` for a method; of a module, as by itself.
+
+    Nothing where the method is seen to be a library's.
+    """
     if isinstance(node, ast.Attribute):
+        base = call_name(node.value)
+        if base in own and node.attr not in own[base]:
+            return ""
         is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
         return node.attr if is_of_module else f".{node.attr}"
     return node.id if isinstance(node, ast.Name) and node.id not in program.aliases else ""

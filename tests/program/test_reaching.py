@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from observed import facts
 
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.session import Cell, Cells, Standing
+from oomdoctor.objects.frames import own_names
 
 MAIN = """def main():
     for epoch in range(2):
@@ -99,10 +101,35 @@ def test_what_a_function_has_not_bound_tells_of_its_loops() -> None:
     fit = "def fit():\n    for x in y:\n        step()\n        n = 1\n        os.remove(a)\n"
     cells = Cells(history=(Cell(number=1, source=f"{fit}def step():\n    train()\nfit()"),))
     running = [(1, 8), (1, 3), (1, 7)]
-    first = facts(cells, {}, line=8, running=running, unbound={(1, 3): {"n"}})
-    later = facts(cells, {}, line=8, running=running, unbound={(1, 3): set()})
+
+    def stood(unbound: set[str]) -> dict[tuple[int, int], Standing]:
+        return {(1, 3): Standing(frozenset(unbound), {}), (1, 7): Standing(frozenset(), {})}
+
+    first = facts(cells, {}, line=8, running=running, standing=stood({"n"}))
+    later = facts(cells, {}, line=8, running=running, standing=stood(set()))
     assert (first.not_repeatable, len(first.not_reached)) == ((), 1)
     assert (len(later.not_repeatable), later.not_reached) == (1, ())
+
+
+def test_a_method_of_a_librarys_object_is_not_the_programs_own_of_that_name() -> None:
+    source = """class Trainer:
+    def train(self):
+        self.model.train()
+        loss = fit()
+        os.remove(a)
+def fit():
+    failing()
+trainer.train()"""
+    cells, running = Cells(history=(Cell(number=1, source=source),)), [(1, 8), (1, 4), (1, 7)]
+
+    def ahead(**own: frozenset[str]) -> int:
+        stood = {
+            (1, 4): Standing(frozenset({"loss"}), {f"self.{name}": names for name, names in own.items()}),
+            (1, 7): Standing(frozenset(), {}),
+        }
+        return len(facts(cells, {}, line=8, running=running, standing=stood).not_reached)
+
+    assert (ahead(model=own_names(torch.nn.Linear(1, 1))), ahead(model=frozenset({"train"})), ahead()) == (1, 0, 0)
 
 
 def test_a_module_is_not_the_function_of_its_name() -> None:
@@ -110,3 +137,23 @@ def test_a_module_is_not_the_function_of_its_name() -> None:
     cells = Cells(history=(module, Cell(number=1, source="import train\ntrain.train()")))
     found = facts(cells, {}, line=2, running=[(1, 2), (-1, 2)])
     assert (found.not_repeatable, found.not_reached) == ((), ("train.py, line 3: `os.remove(a)`",))
+
+
+@pytest.mark.parametrize(
+    ("source", "was_passed_by"),
+    [
+        pytest.param("if x:\n    r = os.remove(a)\ntrain()", True, id="a branch that would have bound a name"),
+        pytest.param("if x:\n    s = 1\nelse:\n    os.remove(a)\n    r = 1\ntrain()", True, id="the other one"),
+        pytest.param("if x:\n    if z:\n        r = os.remove(a)\ntrain()", True, id="a branch of a branch"),
+        pytest.param("for i in y:\n    r = os.remove(a)\ntrain()", True, id="a loop without a round"),
+        pytest.param("if x:\n    os.remove(a)\ntrain()", False, id="it binds nothing"),
+        pytest.param("for i in y:\n    os.remove(a)\n    if x:\n        break\n    r = 1\ntrain()", False, id="left"),
+        pytest.param("try:\n    if x:\n        r = os.remove(a)\nexcept E:\n    pass\ntrain()", False, id="swallowed"),
+        pytest.param("if x:\n    r = os.remove(a)\n    del r\ntrain()", False, id="deleted"),
+    ],
+)
+def test_a_block_that_would_have_bound_a_name_was_passed_by(source: str, was_passed_by: bool) -> None:
+    cells = Cells(history=(Cell(number=1, source=source),))
+    line = len(source.splitlines())
+    found = facts(cells, {}, line=line, running=[(1, line)])
+    assert (len(found.not_repeatable), len(found.not_reached)) == ((0, 1) if was_passed_by else (1, 0))
