@@ -155,7 +155,7 @@ class _Failures:
         What was seen to fit had ended the search, and may have been what does not keep the results.
         """
         refuted, known = frozenset(self.checks.unfit), self.checks.candidates
-        if self.has_planned_anew or not (refuted and self.plan_s and self.checks.by_itself):
+        if self.has_planned_anew or not (refuted and self.checks.by_itself):
             return []
         self.has_planned_anew = True
         terms: dict[str, Any] = {"time_budget_s": self.plan_s, "is_hurried": True, "without": refuted}

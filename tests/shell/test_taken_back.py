@@ -13,10 +13,12 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from state_shell import besides, cleared, differing, known, run, said, started
 
+from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.session import Attempt
 from oomdoctor.objects.leaves import state_digests
+from oomdoctor.pipeline import healing
 from oomdoctor.retry import Transaction
 from oomdoctor.views import bundle, notice_bundle
 
@@ -253,6 +255,29 @@ def test_what_a_retry_has_refuted_is_handed_out_no_more(shell: InteractiveShell)
     assert len(known().plan.refusals) == len(dict(known().plan.refusals))
     assert "Offered" not in str(notice_bundle(known())["text/plain"])
     assert "fix 1" not in str(bundle(known())["text/plain"])
+
+
+def test_where_what_was_to_be_tried_is_refuted_another_change_is_looked_for(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitted, plan, without = pipeline.admitted, healing.plan, list[frozenset[str]]()
+
+    def planned(*args: Any, **terms: Any) -> Any:
+        without.append(terms["without"])
+        return plan(*args, **terms)
+
+    monkeypatch.setattr(pipeline, "admitted", lambda case, auto: admitted(case, auto)[:1])
+    monkeypatch.setattr(healing, "plan", planned)
+    said(shell, "%oomdoctor auto exact")
+    try:
+        failed(shell, "16MiB", MIXED, BATCHES)
+    finally:
+        said(shell, "%oomdoctor auto off")
+    refuted = {fix for fix, why in known().plan.refusals if "does not keep the results" in why}
+    assert refuted | {"chunked_forward", "micro_batch"} == refuted
+    assert len(without) == 1
+    assert without[0] < refuted
+    assert known().outcome.state is State.RESTORED
 
 
 # Cells between the failure and the fix ------------------------------------------------------------------------------
