@@ -152,9 +152,11 @@ class _Failures:
     def without_refuted(self) -> list[Choice]:
         """Plan once more without what a trial has refuted, where nothing is left to try.
 
-        What was seen to fit had ended the search, and may have been what does not keep the results.
+        What was seen to fit had ended the search, and may have been what does not keep the results. Of two together,
+        it is laid to the one that promises less.
         """
-        refuted, known = frozenset(self.checks.unfit), self.checks.candidates
+        known = self.checks.candidates
+        refuted = frozenset(fix for one in known.values() if one.fix in self.checks.unfit for fix in _weakest(one))
         if self.has_planned_anew or not (refuted and self.checks.by_itself):
             return []
         self.has_planned_anew = True
@@ -208,6 +210,13 @@ class _Failures:
             live = (*choice.attempt.live, *attempt.live)
             more.append(Choice(fix=both.fix, label=both.label, attempt=replace(attempt, live=live)))
         return more
+
+
+def _weakest(candidate: Candidate) -> list[str]:
+    """Return the fixes of a candidate that promise least."""
+    made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
+    order = [[*Effect].index(fix.effect) for fix in made_of]
+    return [fix.id for fix, place in zip(made_of, order, strict=True) if place == max(order)]
 
 
 def _with_lines(traceback: TracebackType | None, line_of: Callable[[str, int], int]) -> TracebackType | None:
