@@ -174,23 +174,21 @@ def clock() -> None:
 
 
 def _clocked(function: Any, phase: str) -> Any:
-    def note(begun: float) -> None:
-        noted = phases()
-        noted[phase] = noted.get(phase, 0.0) + time.monotonic() - begun
+    @contextmanager
+    def noted() -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            phases()[phase] = phases().get(phase, 0.0) + time.monotonic() - begun
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.monotonic()
-        try:
+        with noted():
             return function(*args, **kwargs)
-        finally:
-            note(begun)
 
     async def awaited(*args: Any, **kwargs: Any) -> Any:
-        begun = time.monotonic()
-        try:
+        with noted():
             return await function(*args, **kwargs)
-        finally:
-            note(begun)
 
     return awaited if inspect.iscoroutinefunction(function) else call
 

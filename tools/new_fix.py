@@ -29,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     if refusal := _refusal(args.fix, args.rule, files):
         print(f"make new: {refusal}", file=sys.stderr)
         return 2
+    symptom = (args.rule or "").partition("/")[2]
     for path, template in files.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
-        symptom = (args.rule or "").partition("/")[2]
         path.write_text(text.replace("@FIX@", args.fix).replace("@RULE@", symptom), encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     if args.rule is None:

@@ -83,7 +83,7 @@ def facts(
     source = cells.failing.source.strip()
     off = {name for name, value in namespace.items() if value is False}
     at_top = bound_names(cells.failing.source).difference(namespace)
-    own = {name: own_names(value) for name, value in namespace.items()}
+    own = {} if line is None else {name: own_names(value) for name, value in namespace.items()}
     top = {(cells.failing.number, line or 0): Standing(at_top, own)}
     ahead = unreached(program, line, running, {**(standing or {}), **top})
     repetition = not_repeatable(

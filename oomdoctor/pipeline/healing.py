@@ -215,8 +215,8 @@ class _Failures:
 def _weakest(candidate: Candidate) -> list[str]:
     """Return the fixes of a candidate that promise least."""
     made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
-    order = [[*Effect].index(fix.effect) for fix in made_of]
-    return [fix.id for fix, place in zip(made_of, order, strict=True) if place == max(order)]
+    least = max((fix.effect for fix in made_of), key=[*Effect].index)
+    return [fix.id for fix in made_of if fix.effect is least]
 
 
 def _with_lines(traceback: TracebackType | None, line_of: Callable[[str, int], int]) -> TracebackType | None:

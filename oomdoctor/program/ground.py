@@ -13,7 +13,7 @@ the first round.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -289,10 +289,9 @@ def _callers(
     waiting = [top]
     while waiting:
         scope = waiting.pop()
-        data = _own_data(scope)
+        hidden = program.aliases | _own_data(scope)
         for node in _nodes(scope.body, behind):
-            name = _named(node, program, own.get(scope, {}))
-            for function in () if name in data and isinstance(node, ast.Name) else named.get(name, []):
+            for function in named.get(_named(node, program, own.get(scope, {}), hidden), []):
                 if function not in found:
                     waiting.append(function)
                 found.setdefault(function, []).append(scope)
@@ -308,10 +307,10 @@ def _own_data(scope: Scope) -> set[str]:
     return stored(nodes) - outer - {call_name(node) for node in ast.walk(scope.function) if isinstance(node, ast.Call)}
 
 
-def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -> str:
+def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]], hidden: Container[str]) -> str:
     """Return the function that an expression names, ``.name`` for a method; of a module, as by itself.
 
-    Nothing where the method is seen to be a library's.
+    Nothing where the method is seen to be a library's, or the name is one of those ``hidden``, which name other things.
     """
     if isinstance(node, ast.Attribute):
         base = call_name(node.value)
@@ -319,7 +318,7 @@ def _named(node: ast.AST, program: Program, own: Mapping[str, frozenset[str]]) -
             return ""
         is_of_module = isinstance(node.value, ast.Name) and node.value.id in program.aliases
         return node.attr if is_of_module else f".{node.attr}"
-    return node.id if isinstance(node, ast.Name) and node.id not in program.aliases else ""
+    return node.id if isinstance(node, ast.Name) and node.id not in hidden else ""
 
 
 def _nodes(body: Iterable[ast.AST], behind: Collection[int]) -> Iterator[ast.AST]:
