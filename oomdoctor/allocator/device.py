@@ -5,7 +5,7 @@ It only keeps count; ``mode`` shows it what the program does, ``virtual`` switch
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -148,6 +148,16 @@ class VirtualAccelerator:
         finally:
             for block in granted:
                 self.allocator.free(block)
+
+    @contextmanager
+    def allocating(self, **settings: Any) -> Iterator[None]:
+        """Allocate with other settings for as long as the context lasts."""
+        before = {name: getattr(self.allocator.settings, name) for name in settings}
+        self.allocator.settings = replace(self.allocator.settings, **settings)
+        try:
+            yield
+        finally:
+            self.allocator.settings = replace(self.allocator.settings, **before)
 
     def headroom(self) -> int:
         """Return the bytes that may be allocated still."""

@@ -33,7 +33,7 @@ from oomdoctor.fixes._micro_statements import (
     takes_out,
     units_of,
 )
-from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called
+from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called, scalar_names
 from oomdoctor.fixes._terms import Unfit
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
@@ -186,6 +186,7 @@ class _Planner:
             losses=split.losses,
             masks_targets=split.masks_targets or weigh == "counted",
             functions=split.functions,
+            scalars=scalar_names(self._backwards.values(), inner),
         )
         kind = kind_of_batch(inner, names, split.functions)
         shape = Shape.ROWS if kind == "tensors" else Shape.BATCH

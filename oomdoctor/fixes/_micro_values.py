@@ -1,15 +1,16 @@
 """What the values of a training step are to its batch, guessed by reading the expressions that make them.
 
 Each is plain (does not depend on the batch), a tensor with one row for each sample in dimension 0, the number of
-samples, or a scalar that is a mean or a sum over samples. What nothing is known of is taken to be rows, and what
-``backward`` is called on to be a mean: whether the step may be taken apart so is found out by trying it.
+samples, or a scalar that is a mean or a sum over samples. What nothing is known of is taken to be rows; what
+``backward`` is called on to be a mean, and what is added up to it or multiplied into it as well. Whether the step may
+be taken apart so is found out by trying it.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final
@@ -125,6 +126,7 @@ class Samples:
         losses: the loss that each source text calls.
         functions: functions of the cells by their names, which are followed where they are called.
         masks_targets: whether -100 may stand in a target, which cross entropy passes over.
+        scalars: names that are certain to stand for scalars.
     """
 
     names: dict[str, Value]
@@ -132,6 +134,7 @@ class Samples:
     losses: Mapping[str, LossForm]
     masks_targets: bool = False
     functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
+    scalars: frozenset[str] = frozenset()
 
     def follow(self, node: ast.stmt) -> None:
         """Take one statement of the step into account."""
@@ -149,11 +152,14 @@ class Samples:
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if not isinstance(target, ast.Tuple | ast.List):
             if isinstance(target, ast.Name):
-                self.names[target.id] = self.value(value)
+                self._bind(target.id, self.value(value))
             return
         for at, part in enumerate(target.elts):
             if isinstance(part, ast.Name):
-                self.names[part.id] = self._item(value, at, len(target.elts))
+                self._bind(part.id, self._item(value, at, len(target.elts)))
+
+    def _bind(self, name: str, value: Value) -> None:
+        self.names[name] = _MEAN if value.shape is Shape.ROWS and name in self.scalars else value
 
     def _item(self, value: ast.expr, at: int, length: int) -> Value:
         """Return what one of several names is bound to that a value is taken apart into."""
@@ -278,6 +284,29 @@ class Samples:
         if len(scalars) == 2 and Shape.ROWS not in (left.shape, right.shape):
             return min(scalars, key=lambda value: value.shape is Shape.SUM)
         return scalars[0] if scalars and Shape.ROWS not in (left.shape, right.shape) else _ROWS
+
+
+def scalar_names(losses: Iterable[ast.expr], units: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names of what losses are made of by arithmetic alone: they have no dimension, as the losses have none.
+
+    Args:
+        losses: what ``backward`` is called on.
+        units: the statements that make them, in order.
+    """
+    names = {name for loss in losses for name in _operands(loss)}
+    for unit in reversed(units):
+        if isinstance(unit, ast.Assign) and names.intersection(bound(unit)) and isinstance(unit.targets[0], ast.Name):
+            names.update(_operands(unit.value))
+    return frozenset(names)
+
+
+def _operands(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    for part in (node.left, node.right) if isinstance(node, ast.BinOp) else ():
+        yield from _operands(part)
+    if isinstance(node, ast.UnaryOp):
+        yield from _operands(node.operand)
 
 
 def _at(of: Value, index: ast.expr | int) -> str | None:

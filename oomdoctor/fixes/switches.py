@@ -2,10 +2,12 @@
 
 ``expandable_segments``: the allocator cannot join free pieces of different segments, nor give back a segment that is
 partly in use. With ``expandable_segments:True`` segments are mapped page by page and grow at their end. Values do not
-change. Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
+change. What that is worth, alone and beside other changes, the traces of dry runs tell, replayed with the setting.
+Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
 has no function for that the change is advice. The allocator parses its settings as a whole and forgets those that are
 not said again, so the others in force are said again each time. In the source it is the environment variable, in the
-first cell that imports torch, before the import: there it holds for the whole notebook from its next start on.
+first cell that imports torch, before the import, or where none does by name, before what is first imported from
+outside of Python's own library: there it holds for the whole notebook from its next start on.
 
 ``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open for as long
 as it lives; a loop that keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors
@@ -46,7 +48,8 @@ from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.memory import DeviceMemory
+from oomdoctor.model.session import Cells, Session, Simulated
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import members_of, mro_of, plain_dict
@@ -64,6 +67,8 @@ _SETS: Final = re.compile(r"PYTORCH_\w*ALLOC_CONF|expandable_segments")
 _TORCH: Final = frozenset({"torch", "lightning", "transformers", "fastai", "accelerate", "timm"})
 _OPTION: Final = "expandable_segments"
 
+_FUTURE: Final = re.compile(r"\s*from __future__\b")
+
 _BY_NAME: Final = "file_system"
 _NEAR: Final = 0.8
 """Share of the descriptors from which on they count as used up, as in the rule ``descriptor_limit_near``."""
@@ -76,31 +81,37 @@ _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 @proposing
 def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the free pieces of partly used segments could have served the request, had they been one."""
+    """Propose it; it saves what could have served the request, had the free pieces of segments in use been one."""
     device = evidence.device
-    if device.simulated or device.name.partition(":")[0] != "cuda":
+    if device.name.partition(":")[0] != "cuda":
         raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
     if not sys.platform.startswith("linux"):
         raise Unfit("expandable segments exist on Linux alone")
     if evidence.code.cuda_graphs is not None:
         raise Unfit("CUDA graphs keep pools of their own, which expandable segments do not serve")
-    split, requested = device.inactive_split, incident.requested
-    if isinstance(split, Unavailable):
-        raise Unfit(f"whether the pool is fragmented is not known: {split.reason}")
-    if requested is None or requested <= _SMALL or split < requested:
-        raise Unfit("the pool is not fragmented: its free pieces together would not have served the request")
-    if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
-        raise Unfit("the pool is not fragmented: one of its free blocks would have served the request")
-    at_once = _setter() is not None
+    saves, basis = _fragments(incident, device)
+    at_once = device.simulated or _setter() is not None
     yield Proposal(
         dose=Dose.of(variable=_variable()),
         effect=Effect.EXACT if at_once else Effect.ADVICE,
-        saves=split,
-        basis=f"measured: {format_size(split)} are unused in segments that are partly in use",
+        saves=saves,
+        basis=basis,
         caveat="it holds for this cell at once, and for the whole notebook when the kernel is started again"
         if at_once
         else "it holds when the kernel is started again: this torch cannot set it at run time",
     )
+
+
+def _fragments(incident: Incident, device: DeviceMemory) -> tuple[int, str]:
+    """Return the unused bytes that would have served the request, had they been in one piece, and how that is known."""
+    split, requested = device.inactive_split, incident.requested
+    if isinstance(split, Unavailable):
+        return 0, f"whether the pool is fragmented is not known: {split.reason}"
+    if requested is None or requested <= _SMALL or split < requested:
+        return 0, "the pool is not fragmented: its free pieces together would not have served the request"
+    if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
+        return 0, "the pool is not fragmented: one of its free blocks would have served the request"
+    return split, f"measured: {format_size(split)} are unused in segments that are partly in use"
 
 
 def _variable() -> str:
@@ -147,6 +158,10 @@ def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
     Raises:
         OomDoctorError: torch cannot do that at run time, or does it already.
     """
+    if isinstance(session.accelerator, Simulated):
+        with session.accelerator.allocating(expandable_segments=True):
+            yield
+        return
     setter, before = _setter(), _settings()
     if _is_on(before):
         raise OomDoctorError("segments expand already")
@@ -173,14 +188,17 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         raise Unfit("a cell makes settings of the allocator already")
-    first = next((cell for cell in cells.beside(cells.failing).history if _imports_torch(cell.source)), None)
-    first = need(first, "no cell imports torch: the variable has to be set before that")
+    history = cells.beside(cells.failing).history
+    by_kind = (next((cell for cell in history if imports(cell.source)), None) for imports in (_imports_torch, _imports))
+    first = need(
+        next(filter(None, by_kind), None), "no cell imports what may bring torch: it has to be set before that"
+    )
     cell = [one for one in cells.history if one.source == first.source][-1]
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
     body = list(parsed.module.body)
-    imports = [i for i, node in enumerate(body) if rewriting.is_import(node)]
-    at = next((i for i in imports if _imports_torch(parsed.code(body[i]))), None)
-    at = need(at, f"torch is imported under a condition in {cell}")
+    imports = [i for i, node in enumerate(body) if rewriting.is_import(node) and not _FUTURE.match(parsed.code(node))]
+    by_torch = (i for imports_it in (_imports_torch, _imports) for i in imports if imports_it(parsed.code(body[i])))
+    at = need(next(by_torch, None), f"torch is imported under a condition in {cell}")
     has_os = any(("os", "os") in imports_in(parsed.code(body[i])) for i in imports if i < at)
     start = at if has_os else imports[0]
     new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
@@ -195,6 +213,10 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
 
 def _imports_torch(source: str) -> bool:
     return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
+
+
+def _imports(source: str) -> bool:
+    return any(home.partition(".")[0] not in sys.stdlib_module_names for _, home in imports_in(source))
 
 
 @proposing
@@ -324,6 +346,8 @@ FIXES: Final = (
         patch=_patch_expandable,
         guard=_apply_expandable,
         is_tried=False,
+        allocates=((_OPTION, True),),
+        leaves=("the environment",),
     ),
     Fix(
         id="sharing_strategy",

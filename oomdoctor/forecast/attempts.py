@@ -1,7 +1,7 @@
-"""How the failing cell is run with one fix, or with two: as its text after a patch, or with live objects changed.
+"""How the failing cell is run with one fix, or with several: as its text after a patch, or with live objects changed.
 
-Two fixes are composed by patching the patched program. Each reads the text that it changes and shows on it that the
-change is right, so the second one's reasons hold for what the first has written. What was found out about lines of the
+Several fixes are composed by patching the patched program. Each reads the text that it changes and shows on it that the
+change is right, so a later one's reasons hold for what the first has written. What was found out about lines of the
 unchanged text is said of the same lines where they stand afterwards; of lines that were changed nothing is said any
 more. Two changes of live objects are never made together: they may be of the same object.
 """
@@ -64,7 +64,7 @@ def _on_base(session: Session, patch: Patch | Refused) -> Patch | Refused:
 def attempt_with_all(
     parts: Sequence[tuple[Fix, Dose]], session: Session, evidence: Evidence
 ) -> tuple[Patch | Refused, Attempt | Refused]:
-    """Return how to run the failing cell with one fix or with two."""
+    """Return how to run the failing cell with one fix or with several."""
     made = [attempt_with(fix, dose, session, evidence) for fix, dose in parts]
     if len(made) == 1:
         return made[0]
@@ -98,14 +98,16 @@ def patched(failing: Cell, patch: Patch, live: tuple[Callable[[], AbstractContex
 
 
 def composed(parts: Sequence[tuple[Fix, Dose]], cells: Cells, evidence: Evidence) -> Patch | Refused:
-    """Return the patch of two fixes, one written into the other's text; a refusal where that goes in neither order."""
-    for (first, dose), (second, other) in (parts, parts[::-1]):
-        patch = first.patch(cells, evidence, dose)
+    """Return the patch of several fixes, each written into the others' text; a refusal where that goes in no order."""
+    for at, (fix, dose) in enumerate(parts):
+        patch, others = fix.patch(cells, evidence, dose), [*parts[:at], *parts[at + 1 :]]
+        if not others:
+            return patch
         known = _moved(evidence, patch) if isinstance(patch, Patch) else None
         if isinstance(patch, Refused) or known is None:
             continue
         after = {edit.cell: edit.after for edit in patch.edits}
-        written = second.patch(cells.changed(after), known, other)
+        written = composed(others, cells.changed(after), known)
         if isinstance(written, Patch):
             return _both(patch, written)
     return _SAME_PLACE

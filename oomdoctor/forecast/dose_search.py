@@ -31,7 +31,7 @@ _EFFECTS: Final = tuple(Effect)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One fix in one dose; a change is made of one or two."""
+    """One fix in one dose; a change is made of one or several."""
 
     fix: Fix
     proposal: Proposal
@@ -188,6 +188,12 @@ class Change:
         if isinstance(attempt, Refused):
             self._leave_out_from(index, attempt.reason)
         return attempt
+
+    def take(self, forecast: Forecast) -> None:
+        """Take the forecast of the one dose that there is as the answer."""
+        self.told[0] = forecast
+        self.search.ask(lambda _: 0)
+        self.search.answer(fits=forecast.verdict is Verdict.FITS)
 
     def find_unfit(self, index: int, why: str) -> None:
         """Take it that a dose found itself unfit in its shadow run; the mildest is asked next, whether any is fit."""

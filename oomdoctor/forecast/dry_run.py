@@ -38,7 +38,7 @@ from oomdoctor.forecast.loop_hooks import (
 )
 from oomdoctor.forecast.loop_model import KeptLists, LoopModel, StopForecast
 from oomdoctor.forecast.outcome import Run, reading_of
-from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, no_reading
+from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, Settings, no_reading
 from oomdoctor.forecast.roles import Alive, ModuleCalls, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.tracker import Tracker
@@ -51,7 +51,7 @@ from oomdoctor.sandbox.openmp import keep_one_thread
 from oomdoctor.sandbox.walls import forbid, orphan_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from oomdoctor.model.session import Accelerator, Session
     from oomdoctor.sandbox.card import Card
@@ -147,6 +147,7 @@ def run(
     cached: bool,
     card: Card | None = None,
     time_s: float,
+    others: Collection[Settings] = (),
 ) -> Reading:
     """Run ``attempt`` on fake tensors in this process, which is of no use for anything else afterwards.
 
@@ -158,6 +159,7 @@ def run(
         cached: whether a caching allocator stands between the tensors and the device.
         card: the device to be emulated, None for none.
         time_s: time after which the run is cut.
+        others: further settings of the allocator that are asked about.
     """
     # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
     tracker = Tracker(start.ledger, counts_scratch=not cached and card is None)
@@ -178,6 +180,7 @@ def run(
         card=card if card is not None and card.held is None else None,
         layout=None,
         statements=statement_lines(attempt.source),
+        others=others,
     )
     try:
         if cached or card is not None:

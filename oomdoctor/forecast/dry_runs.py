@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.reading import Reading, late, no_reading
+from oomdoctor.forecast.reading import Reading, Settings, late, no_reading
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.card import Card, in_use, not_in_use
 from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
@@ -73,6 +73,7 @@ class DryRuns:
 
     Attributes:
         card: the device that they run on, None for the memory of this machine.
+        others: settings of the allocator that are asked about besides those in force.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class DryRuns:
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.card = card or in_use()
         self._session, self._prepare, self._budget = session, prepare, budget
+        self.others: Collection[Settings] = ()
         self._workers = workers or min(processors, _MOST_WORKERS)
         self._cached = session.accelerator.read().simulated
         self._timeout_s = timeout_s
@@ -171,6 +173,7 @@ class DryRuns:
             cached=self._cached,
             card=self.card,
             time_s=self.left_s * (1 - _REPORT_SHARE) - _REPORT_S,
+            others=self.others,
         )
         yield reading, taken_down()
 

@@ -31,12 +31,14 @@ class Cut(NamedTuple):
     Attributes:
         left: iterations that it would still have, None where that is not known.
         turns: iterations that it had.
+        earlier: where the iteration before the last one began, if there was one.
     """
 
     begin: int
     end: int
     left: int | None
     turns: int
+    earlier: int
 
 
 class _Kept(NamedTuple):
@@ -104,15 +106,10 @@ class Growth:
 
     def _grow(self, cut: Cut) -> None:
         """Put in what the iterations that are left keep."""
-        iteration = [event for at, event in self._walk(cut.end) if at >= cut.begin]
-        freed = {event[1] for event in iteration if event[0] == "free"}
-        own = {event[1] for event in iteration if event[0] == "alloc"}
-        names: dict[int, list[Hashable]] = defaultdict(list)
-        for event in iteration:
-            if event[0] == "alloc" and event[2] and event[1] not in freed:
-                names[event[2]].append(event[1])
-        passing = _passing({size: len(of_size) for size, of_size in names.items()}, self._sizes_of(freed - own))
-        piled = {size: len(of_size) - passing[size] for size, of_size in names.items() if len(of_size) > passing[size]}
+        names, passing, piled = self._kept_from(cut.begin, cut.end)
+        if cut.turns > 2:  # what is let go of in every other iteration alone is not piled up
+            _, _, in_two = self._kept_from(cut.earlier, cut.end)
+            piled = {size: count for size, count in piled.items() if size in in_two}
         if piled and cut.left is None:
             self.endless = max(self.endless, sum(size * count for size, count in piled.items()))
         elif piled and cut.left is not None:
@@ -128,6 +125,19 @@ class Growth:
                 for name in names[size]:
                     self._kept[name].append(kept)
             self._put_in[cut.begin] += before
+
+    def _kept_from(self, begin: int, end: int) -> tuple[dict[int, list[Hashable]], Counter[int], dict[int, int]]:
+        """Return what a stretch keeps, by size: its names, how many stand for what it has freed, how many do not."""
+        stretch = [event for at, event in self._walk(end) if at >= begin]
+        freed = {event[1] for event in stretch if event[0] == "free"}
+        own = {event[1] for event in stretch if event[0] == "alloc"}
+        names: dict[int, list[Hashable]] = defaultdict(list)
+        for event in stretch:
+            if event[0] == "alloc" and event[2] and event[1] not in freed:
+                names[event[2]].append(event[1])
+        passing = _passing({size: len(of_size) for size, of_size in names.items()}, self._sizes_of(freed - own))
+        piled = {size: len(of_size) - passing[size] for size, of_size in names.items() if len(of_size) > passing[size]}
+        return names, passing, piled
 
     def _sizes_of(self, names: Iterable[Hashable]) -> Counter[int]:
         return Counter(self._sizes.get(name, 0) for name in names)

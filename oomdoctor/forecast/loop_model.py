@@ -83,7 +83,7 @@ class Loop:
         total: how many iterations it would have, None where that is not known.
         loader: identity of the loader that it goes over, None for other loops.
         turns: how many iterations it has had; ``at``: where in the trace of allocations the last one began, ``level``:
-            what was alive there.
+            what was alive there; ``earlier``: where the one before it began.
         steps: steps of each optimizer, loops inside of it included; ``backwards``: backward passes.
         more: iterations that it was given beyond those, because memory was rising.
         varies: whether the last iteration made much of sizes that none before it had made; ``sizes``: those so far,
@@ -98,6 +98,7 @@ class Loop:
     turns: int = 0
     backwards: int = 0
     at: int = 0
+    earlier: int = 0
     level: int = 0
     more: int = 0
     varies: bool = False
@@ -233,13 +234,14 @@ class LoopModel:
                 if self._ledger.live > loop.level and not self.is_counted_on:
                     self.is_counted_on = self.lists.may_be_full()
                 self.is_partial = self.is_partial or loop.branches
-                self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns))
+                self.cuts.append(Cut(loop.at, len(self._ledger.events), left, loop.turns, loop.earlier))
                 if left is not None:
                     self.lists.lengthen(loop, left)
             return False
         if loop.turns < _STEPS or loop.loader is not None or loop.steps or loop.backwards:
             self.lists.note(loop)  # of others, which are many and short, none is cut
-        loop.turns, loop.at, loop.level = loop.turns + 1, len(self._ledger.events), self._ledger.live
+        loop.turns, loop.earlier, loop.at = loop.turns + 1, loop.at, len(self._ledger.events)
+        loop.level = self._ledger.live
         return True
 
     def branches(self) -> None:
@@ -287,10 +289,14 @@ class LoopModel:
         return loop.turns > 1 and new > _UNLIKE * sum(size * count for size, count in sizes.items())
 
     def _rises(self, loop: Loop) -> bool:
-        """Whether the last iteration left something behind, so that the next may need more; or may let go of it."""
+        """Whether the last iteration left something behind, so that the next may need more; or may let go of it.
+
+        In a loop of unknown length little counts as well: ``enumerate`` lets go of an item with the next but one.
+        """
         if loop.more == _FEW_MORE or loop.turns == loop.total:
             return False
-        return self._ledger.has_risen(loop.level)
+        is_open = loop.total is None and not loop.more
+        return self._ledger.has_risen(loop.level) or (is_open and self._ledger.live > loop.level)
 
 
 def _is_steady(steps: Counter[int]) -> bool:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.growth import Growth
-from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading
+from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading, Settings
 from oomdoctor.forecast.values import unbounded, uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Sequence
 
     from oomdoctor.allocator.settings import AllocatorSettings
     from oomdoctor.forecast.cost import Meter
@@ -46,7 +46,7 @@ class Run:
     """A shadow run that is over, or was left.
 
     Attributes:
-        settings: those of the caching allocator.
+        settings: those of the caching allocator; ``others``: further ones that are asked about.
         budget: bytes that there are, None where it is not known.
         cached: whether a caching allocator stands between the tensors and the device.
         card: the device that was emulated and that this machine lacks, None where there is none.
@@ -68,6 +68,7 @@ class Run:
     is_left: bool = True
     left_early: bool = False
     failure: str | None = None
+    others: Collection[Settings] = ()
 
 
 def reading_of(run: Run) -> Reading:
@@ -76,8 +77,7 @@ def reading_of(run: Run) -> Reading:
     if run.layout is not None and run.layout.ledger is not ledger:
         run.layout = None  # it is that of another memory than the one that is asked about
     growth = Growth(ledger.events, loops.cuts)
-    peak, reserved = _with_cache(run, growth) if run.cached else (_peak(growth), None)
-    error = round(_slack(run) / max(peak, reserved), 4) if reserved else 0.0
+    peak, reserved = _with_cache(run, growth, run.settings) if run.cached else (_peak(growth), None)
     endless = growth.endless if growth.endless * _MANY > meter.margin * peak else 0
     missed = run.failure or _missed(run.tracker, loops)
     is_bound = uncertain_bytes(ledger) > meter.margin * ledger.peak
@@ -101,13 +101,30 @@ def reading_of(run: Run) -> Reading:
         budget=run.budget,
         peak=peak,
         reserved=reserved,
-        error_ratio=max(meter.margin, error),
+        error_ratio=_error(run, peak, reserved),
         peak_line=ledger.peak_line,
         course=course_of(ledger, meter, run.statements),
         at_least=bool(endless) or missed is not None or run.left_early,
         at_most=is_bound or loops.is_counted_on,
     )
-    return Reading(forecast=forecast, cost=meter.cost * loops.share, left_early=run.left_early)
+    return Reading(
+        forecast=forecast,
+        cost=meter.cost * loops.share,
+        left_early=run.left_early,
+        otherwise=dict(_otherwise(run, growth, forecast)),
+    )
+
+
+def _otherwise(run: Run, growth: Growth, forecast: Forecast) -> Iterator[tuple[Settings, Forecast]]:
+    """Yield what is needed with other settings of the allocator, where these do not fit and the tensors do."""
+    if run.budget is None or not run.cached or forecast.fits or (forecast.peak or 0) > run.budget:
+        return
+    for changed in run.others:
+        settings = replace(run.settings, **dict(changed))
+        if settings != run.settings:
+            peak, reserved = _with_cache(run, growth, settings)
+            error = _error(run, peak, reserved)
+            yield changed, replace(forecast, peak=peak, reserved=reserved, error_ratio=error)
 
 
 def _peak(growth: Growth) -> int:
@@ -123,14 +140,14 @@ def _peak(growth: Growth) -> int:
     return peak
 
 
-def _with_cache(run: Run, growth: Growth) -> tuple[int, int]:
-    """Return the peaks of what a caching allocator has allocated and reserved.
+def _with_cache(run: Run, growth: Growth, settings: AllocatorSettings) -> tuple[int, int]:
+    """Return the peaks of what a caching allocator of these settings has allocated and reserved.
 
     Where it is short of room, it gives back what is cached.
     """
 
     def replayed(budget: int | None = None, *, is_emptied: bool = False) -> Replay:
-        allocator = CachingAllocator(budget, settings=run.settings)
+        allocator = CachingAllocator(budget, settings=settings)
         blocks = None if run.layout is None else run.layout.seed(allocator, is_emptied=is_emptied)
         return replay(growth.events(), allocator=allocator, blocks=blocks)
 
@@ -142,6 +159,11 @@ def _with_cache(run: Run, growth: Growth) -> tuple[int, int]:
         squeezed = replayed(budget)
         found = found if squeezed.failed_at is not None else squeezed
     return found.peak_allocated, found.peak_reserved
+
+
+def _error(run: Run, peak: int, reserved: int | None) -> float:
+    """Return how far off the figures may be, as a share of the larger one."""
+    return max(run.tracker.meter.margin, round(_slack(run) / max(peak, reserved), 4) if reserved else 0.0)
 
 
 def _slack(run: Run) -> int:

@@ -2,7 +2,8 @@
 
 The change that is likeliest to be the best is searched first, by the order in which the plan ranks what is known of
 them. Two changes are put together only where no single one fits: none that keeps the result, for two that keep it, and
-none at all, for others.
+none at all, for others. Before that, settings of the allocator are put beside what is known already: the trace of each
+dry run tells what it needs with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
-from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, steps_of_two, taken_at_its_word
+from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Parts, Supposed, steps_of_two, taken_at_its_word
 from oomdoctor.forecast.ledger import allocator_settings
 from oomdoctor.forecast.reading import Reading, late
 from oomdoctor.model.absence import Refused, Unavailable
@@ -77,11 +78,14 @@ class Planner:
         self._is_blind = False
         self._waiting: list[tuple[Change, int, Reading]] = []
         self._pairs: list[tuple[Change, Change]] | None = None
+        self._settings: list[Part] = []
+        self._readings: dict[tuple[Change, int], Reading] = {}
 
     # How it goes ------------------------------------------------------------------------------------------------
 
     def plans(self, dry_runs: DryRuns) -> Iterator[Plan]:
         """Yield the plan as it stands, again and again, while shadow runs are made."""
+        dry_runs.others = [fix.allocates for fix in self._fixes if fix.allocates]
         dry_runs.begin(None, unfixed(self._session))
         self._propose()
         yield self.plan()
@@ -166,6 +170,10 @@ class Planner:
                 self._refusals.append((fix.id, proposals.reason))
                 continue
             doses = [(Part(fix=fix, proposal=proposal),) for proposal in proposals]
+            if fix.allocates:
+                self._settings += [part for part, *_ in doses]
+            if fix.allocates and not any(proposal.saves for proposal in proposals):
+                continue  # offered only where a dry run tells that it is enough
             change = Change(len(self._changes), doses, self._session, self._evidence)
             self._changes.append(change)
             change.attempt(0)
@@ -208,7 +216,9 @@ class Planner:
 
     def _is_settled(self, change: Change) -> bool:
         is_early = self._unchanged is None and any(part.fix.is_measured for part in change.doses[0])
-        return change.refused is not None or change.effect is Effect.ADVICE or change.search.over or is_early
+        is_told_by_others = all(part.fix.allocates for part in change.doses[0])
+        is_asked = not (change.refused is not None or change.effect is Effect.ADVICE or is_told_by_others)
+        return change.search.over or is_early or not is_asked
 
     def _frees_leak(self, candidate: Candidate) -> bool:
         return any(fix in self._leaks for fix, _ in candidate.made_of)
@@ -230,6 +240,7 @@ class Planner:
         """Put two changes together, if no single one was enough; return whether there is something new to ask."""
         if self._unchanged is None or not all(map(self._is_settled, self._changes)) or unchanged.peak is None:
             return False
+        self._set_allocator()
         if self._pairs is None:
             self._pairs = self._possible_pairs(unchanged.peak)
         while self._pairs:
@@ -243,6 +254,27 @@ class Planner:
             return True
         return False
 
+    def _set_allocator(self) -> None:
+        """Put settings of the allocator beside the mildest dose for which they are enough, if nothing is without."""
+        if any(change.search.found is not None and change.effect in KEEPING for change in self._changes):
+            return
+        for (change, index), reading in sorted(self._readings.items(), key=lambda one: (one[0][0].place, one[0][1])):
+            if change.effect in KEEPING and index in change.told:
+                for part in self._settings:
+                    self._add_settings(change.doses[index], part, reading, change.told[index])
+        self._readings.clear()
+
+    def _add_settings(self, parts: Parts, part: Part, reading: Reading, told: Forecast) -> None:
+        """Offer a setting of the allocator beside a dose, where the trace of its dry run fits with it."""
+        forecast = reading.with_settings(part.fix.allocates, told)
+        change = Change(len(self._changes), [(*parts, part)], self._session, self._evidence)
+        there = next((done for done in self._changes if done.fixes == change.fixes), None)
+        if there is not None and not there.told:
+            there.take(forecast)
+        elif there is None and forecast is not told and forecast.fits and not isinstance(change.attempt(0), Refused):
+            change.take(forecast)
+            self._changes.append(change)
+
     def _of_two(self, pair: tuple[Change, Change], steps: int, peak: int) -> Change:
         """Return two changes together in their strongest doses, each thought to leave its share of what is left."""
         left = math.prod(change.least_told() / peak for change in pair)
@@ -253,7 +285,7 @@ class Planner:
         left = {
             change.place: change.least_told() / peak
             for change in self._changes
-            if change.refused is None and change.told and not change.breaks and change.joins
+            if change.refused is None and change.is_single and change.told and not change.breaks and change.joins
         }
         saving = [change for change in self._changes if left.get(change.place, 1.0) < _SAVES]
         saving.sort(key=lambda one: left[one.place])
@@ -276,6 +308,8 @@ class Planner:
         if key is None:
             self._unchanged = self._judged(reading)
             self._measure(reading)
+            for part in self._settings:
+                self._add_settings((), part, reading, self._unchanged)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._tell(*one)
@@ -321,6 +355,7 @@ class Planner:
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
             forecast = replace(told, slowdown=forecast.slowdown)
         change.told[index] = forecast
+        self._readings[change, index] = reading
         # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
         change.search.answer(fits=seen.verdict is Verdict.FITS)
@@ -347,6 +382,7 @@ class Planner:
         for change in self._changes:
             if not change.search.over and change.refused is None and change.why is None:
                 change.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
+        self._set_allocator()
         if self._unchanged.peak is not None and not any(map(self._may_heal, self._changes)):
             self._offer_unpriced(self._unchanged.peak)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias
 
 from oomdoctor.model.memory import ModuleMemory
 from oomdoctor.model.plan import Forecast
 from oomdoctor.sandbox.card import Card
 
+Settings: TypeAlias = tuple[tuple[str, Any], ...]
+"""Some of the caching allocator, ``(name, value)``."""
 BASIS: Final = "shadow run"
 ON_CARD: Final = "as on cuda"
 """Stands in the basis where this machine has no such device."""
@@ -28,6 +31,7 @@ class Reading:
         is_unfit: whether there are no numbers because the change found itself unfit for the cell.
         breaks: whether there are none because the code failed, by nothing that only a shadow run has.
         lacks_cuda: whether there are none because the cell asked in vain for a device of CUDA.
+        otherwise: what the numbers are with other settings of the caching allocator.
     """
 
     forecast: Forecast
@@ -37,6 +41,7 @@ class Reading:
     is_unfit: bool = False
     breaks: bool = False
     lacks_cuda: bool = False
+    otherwise: Mapping[Settings, Forecast] = field(default_factory=dict)
 
     @property
     def is_late(self) -> bool:
@@ -51,6 +56,13 @@ class Reading:
         """
         slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
         return replace(self.forecast, budget=budget, slowdown=slowdown)
+
+    def with_settings(self, settings: Settings, told: Forecast) -> Forecast:
+        """Return a forecast that this reading was told as, with other settings where it tells of them."""
+        other = self.otherwise.get(settings)
+        if other is None:
+            return told
+        return replace(told, peak=other.peak, reserved=other.reserved, error_ratio=other.error_ratio)
 
 
 def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False, lacks_cuda: bool = False) -> Reading:

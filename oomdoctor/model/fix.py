@@ -161,6 +161,8 @@ class Fix:
             not keep the results.
         frees: what it takes less of among what lasts: parameters, gradients and optimizer state.
         leaves: endings of the paths of what it leaves otherwise by its nature, as its title says: ``.grad``.
+        allocates: settings of the caching allocator that it makes, ``(name, value)``. The dry runs of other changes
+            tell what they are worth beside each, so that it needs none of its own; alone it needs to save nothing.
     """
 
     id: str
@@ -180,6 +182,7 @@ class Fix:
     frees: tuple[Role, ...] = ()
     leaves: tuple[str, ...] = ()
     ways: tuple[Dose, ...] = ()
+    allocates: tuple[tuple[str, Value], ...] = ()
     tolerance: float | None = None
 
     def without_way(self, dose: Dose) -> Dose:

@@ -114,7 +114,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One fix in one dose, priced; or two, where no single one fits.
+    """One fix in one dose, priced; or several, where no single one fits.
 
     Attributes:
         fix: the id of the fix; of two, both with `` + `` between them, and ``title`` and ``dose`` tell both.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,6 +64,14 @@ class Accelerator(Protocol):
 
     def empty_cache(self) -> None:
         """Return cached, unused segments to the driver."""
+
+
+@runtime_checkable
+class Simulated(Protocol):
+    """A memory that is simulated, whose allocator can be set as that of CUDA."""
+
+    def allocating(self, **settings: Any) -> AbstractContextManager[None]:
+        """Return a context within which its allocator has other settings."""
 
 
 class Standing(NamedTuple):

@@ -57,6 +57,7 @@ class Allowance:
     may_write: Callable[[str], bool]
     _left: int = _MOST_COPIED
     _bytes_left: int = _MOST_COPIED_BYTES
+    _held_left: int = _MOST_COPIED_BYTES
 
     def copies(self, path: str, length: int) -> bool:
         """Return whether a container of this length is copied, and count it."""
@@ -70,6 +71,14 @@ class Allowance:
         if size > self._bytes_left:
             return False
         self._bytes_left -= size
+        return True
+
+    def holds(self, array: Any) -> bool:
+        """Return whether an array that owns its memory is kept alive, as a copy of it would be, and count it."""
+        owns = kind_of(type(array)) is Kind.ARRAY and array.base is None and _is_plain(array)
+        if not owns or array.nbytes > self._held_left:
+            return False
+        self._held_left -= array.nbytes
         return True
 
     def sums(self, path: str, size: int) -> bool:

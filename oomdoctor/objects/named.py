@@ -52,6 +52,17 @@ def is_installed(module: object) -> bool:
     return not is_users_file(getattr(found, "__file__", None))
 
 
+_HOSTS: Final = frozenset({"IPython", "ipykernel", "traitlets", "tornado", "zmq", "jupyter_client", "oomdoctor"})
+
+
+def leads_nowhere(cls: type) -> bool:
+    """Return whether objects of a class are of what runs the cells: they hold nothing of the user's, but lead to all.
+
+    From a stream that a cell writes to, for one.
+    """
+    return module_of(cls).partition(".")[0] in _HOSTS
+
+
 def is_ours(module: object) -> bool:
     """Return whether the module of this name is of this package."""
     return type(module) is str and module.partition(".")[0] == _OURS

@@ -210,7 +210,7 @@ class NamespaceState:
         else:
             # A plain function costs nothing to keep, and a retry may put another one in its place.
             is_plain = type(value) is FunctionType and value.__closure__ is None
-            held = value if is_plain or is_small_array(value) else weak(value)
+            held = value if is_plain or is_small_array(value) or self.allowance.holds(value) else weak(value)
             self.known[id(value)] = held
             recipe = note(self, value, path, kind, held, depth)
             if kind is Kind.OBJECT and recipe is not None and not recipe.is_heavy:

@@ -19,7 +19,7 @@ from weakref import ReferenceType
 
 from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.named import is_installed, is_users
+from oomdoctor.objects.named import is_installed, is_users, leads_nowhere
 from oomdoctor.program.code_names import last_name, names_of, names_written_by, written_names
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 
@@ -90,6 +90,8 @@ class Reach:
 
     def _leads_to(self, value: Any) -> Iterator[Any]:
         kind = type(value)
+        if leads_nowhere(kind):  # code gets at names by way of it by ``_ANYTHING``
+            return
         if issubclass(kind, ModuleType):
             if not is_installed(value.__name__):
                 yield from vars(value).values()
@@ -234,4 +236,4 @@ def _is_a_librarys(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, (ModuleType, type, FunctionType)):
         return not _is_users_own(value)
-    return module_of(kind).startswith(("IPython", "ipykernel", "traitlets"))
+    return leads_nowhere(kind)

@@ -5,6 +5,10 @@ IPython does to render) keeps the snapshot dict after ``clear``; reading ``f_loc
 keeps its function's closure: the inputs of a module with a forward hook live there. So the traceback is replaced by a
 copy whose frames are stand-ins with the same file, name and line. Such a copy prints the same but for the caret
 markers, and ``%debug`` finds no locals in it.
+
+Besides, a backward pass on the CPU that fails leaves what it had still to do in the queue of its thread, and with it
+the graph; the next backward pass there throws that away. Source: ``Engine::execute`` in torch's
+``csrc/autograd/engine.cpp``.
 """
 
 from __future__ import annotations
@@ -53,8 +57,19 @@ def release(exc: BaseException, shell: Any = None) -> None:
         if id(held) in swapped:
             setattr(holder, name, swapped[id(held)])
     held = None
+    _empty_queue()
     # What held itself in a cycle goes only now.
     gc.collect()
+
+
+def _empty_queue() -> None:
+    """Run a backward pass of nothing, in whose thread one may have failed."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        from oomdoctor.retry.tensor_copies import outside_modes
+
+        with suppress(Exception), outside_modes(), torch.enable_grad():
+            torch.ones((), requires_grad=True).clone().backward()
 
 
 def _let_go(exc: BaseException) -> dict[int, TracebackType]:

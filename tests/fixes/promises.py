@@ -90,6 +90,8 @@ def offer(fix: Fix, family: Family) -> Outcome | tuple[Proposal, Patch | Refused
     assert proposals, "it proposes nothing, and does not say why"
     first = proposals[0]
     assert first.basis, "the estimate has no basis"
+    if fix.allocates and not first.saves:
+        return _refused(first.basis)  # until a dry run tells that it is enough
     assert first.saves > 0, "it is proposed although it saves nothing"
     assert first.caveat or first.effect in (Effect.EXACT, Effect.EQUIVALENT), "it does not say what changes"
 

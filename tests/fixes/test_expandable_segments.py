@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oomdoctor import fixes
+from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import switches
 from oomdoctor.model.absence import Refused, Unavailable
@@ -166,15 +167,35 @@ def test_proposal_is_measured_and_advice_where_it_cannot_be_set(monkeypatch: pyt
         (2 << 20, {}, "not fragmented"),
         (512 << 20, {"largest_free_block": 600 << 20}, "one of its free blocks"),
         (512 << 20, {"inactive_split": Unavailable("nobody counts")}, "not known: nobody counts"),
-        (512 << 20, {"simulated": True}, "no CUDA allocator"),
-        (512 << 20, {"name": "mps"}, "no CUDA allocator"),
-        (512 << 20, {"cuda_graphs": "In[1] line 2: torch.cuda.graph(g)"}, "CUDA graphs"),
     ],
 )
-def test_no_proposal_without_evidence(requested: int | None, given: dict[str, Any], part: str) -> None:
-    refused = propose(dataclasses.replace(INCIDENT, requested=requested), evidence(**given))
+def test_it_saves_nothing_by_itself_without_evidence(requested: int | None, given: dict[str, Any], part: str) -> None:
+    (proposal,) = propose(dataclasses.replace(INCIDENT, requested=requested), evidence(**given))  # type: ignore[misc]
+    assert proposal.saves == 0
+    assert part in proposal.basis
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"name": "mps"}, "no CUDA allocator"),
+        ({"cuda_graphs": "In[1] line 2: torch.cuda.graph(g)"}, "CUDA graphs"),
+    ],
+)
+def test_no_proposal_where_there_are_no_such_segments(given: dict[str, Any], part: str) -> None:
+    refused = propose(INCIDENT, evidence(**given))
     assert isinstance(refused, Refused)
     assert part in refused.reason
+
+
+def test_on_the_simulated_device_its_own_allocator_is_set() -> None:
+    with simulate("1GiB") as device:
+        session = dataclasses.replace(live.session(), accelerator=device)
+        with apply(session, DOSE):
+            device.set_per_process_memory_fraction(0.5)
+            assert device.allocator.settings.expandable_segments
+        assert not device.allocator.settings.expandable_segments
+        assert device.allocator.settings.per_process_memory_fraction == 0.5
 
 
 def test_other_systems_have_no_such_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +242,17 @@ def test_the_variable_is_set_before_torch_is_imported(monkeypatch: pytest.Monkey
     assert isinstance(patched(made.edits[0].after, "train()"), Refused)
 
 
+def test_where_no_cell_names_torch_it_is_set_before_what_may_bring_it() -> None:
+    made = patched(
+        "%matplotlib inline\nfrom __future__ import annotations\nimport os\nfrom trainer import fit", "fit()"
+    )
+    assert isinstance(made, Patch), made
+    assert made.edits[0].after == (
+        "%matplotlib inline\nfrom __future__ import annotations\nimport os\n\n"
+        'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"\n\nfrom trainer import fit'
+    )
+
+
 def test_an_import_of_os_is_used_and_ipython_lines_stay() -> None:
     made = patched("%matplotlib inline\nimport os\nimport torch\nx = 1")
     assert isinstance(made, Patch), made
@@ -238,8 +270,8 @@ def test_an_import_of_os_is_used_and_ipython_lines_stay() -> None:
             "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'max_split_size_mb:64'\nimport torch",
             "settings of the allocator",
         ),
-        ("x = 1", "no cell imports torch"),
-        ("import torch\ndef (", "no cell imports torch"),
+        ("x = 1", "no cell imports what may bring torch"),
+        ("import torch\ndef (", "no cell imports what may bring torch"),
     ],
 )
 def test_patch_refuses(source: str, part: str) -> None:

@@ -64,6 +64,12 @@ class Keywords(nn.Module):
         return self.inner(x)
 
 
+class Acting(Keywords):
+    def evaluate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self(x, x)
+        return out, out.softmax(1).log().mean()
+
+
 def program(**other: Any) -> dict[str, Any]:
     """A namespace as a notebook would have it, the same each time."""
     torch.manual_seed(0)
@@ -317,6 +323,16 @@ DRAWN = """
 """
 """A name is bound anew by chance after its use, one loss has two branches, and a number is counted."""
 
+ADDED = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        out, entropy = model.evaluate(x)
+        loss = criterion(out, y)
+        loss = loss - 0.1 * entropy
+        loss.backward()
+        optimizer.step()
+        losses.append(entropy.item())
+"""
 LOOPS = {
     "drawn": DRAWN,
     "penalty": PENALTY,
@@ -337,13 +353,14 @@ LOOPS = {
     "fetched": FETCHED,
     "ignoring": IGNORING,
     "scaled": SCALED,
+    "added": ADDED,
 }
-KEYWORDS = {"dict"}
+KEYWORDS = {"dict": Keywords, "added": Acting}
 
 
 def own_model(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"model": Keywords()} if name in KEYWORDS else {}
+    return {"model": KEYWORDS[name]()} if name in KEYWORDS else {}
 
 
 @pytest.mark.parametrize("parts", [2, 4, 16])

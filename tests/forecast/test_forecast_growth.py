@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from forecast_lab import STEP, forecast, measured_rise, rise, rises
+from forecast_lab import STEP, forecast, measured_rise, mlp, rise, rises
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 from oomdoctor.forecast.growth import Cut, Growth
 
@@ -194,7 +195,7 @@ def counted(events, *cuts):
 def test_a_loop_within_a_loop_is_as_long_in_each_iteration_of_the_other():
     # Two iterations of the outer loop were followed: something of its own, and two iterations of the inner one.
     events = [("alloc", name, MIB) for name in range(1, 7)]
-    growth, live, _ = counted(events, Cut(4, 5, 3, 2), Cut(3, 6, 4, 2))
+    growth, live, _ = counted(events, Cut(4, 5, 3, 2, 0), Cut(3, 6, 4, 2, 0))
     assert live == (6 + 3 + 4 * (3 + 3)) * MIB
     assert growth.over == 4
 
@@ -202,7 +203,7 @@ def test_a_loop_within_a_loop_is_as_long_in_each_iteration_of_the_other():
 def test_what_an_inner_loop_keeps_goes_where_the_outer_one_lets_go_of_it():
     inner = [("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 1), ("free", 2)]
     again = [("alloc", 3, MIB), ("alloc", 4, MIB), ("free", 3), ("free", 4)]
-    _, live, peak = counted([*inner, *again], Cut(1, 2, 8, 2), Cut(5, 6, 8, 2), Cut(4, 8, 100, 2))
+    _, live, peak = counted([*inner, *again], Cut(1, 2, 8, 2, 0), Cut(5, 6, 8, 2, 0), Cut(4, 8, 100, 2, 0))
     assert (live, peak) == (0, 10 * MIB)
 
 
@@ -210,24 +211,42 @@ def test_what_an_iteration_frees_of_one_of_another_size_is_not_kept():
     # Logits of a batch live until the next one's are there; batches differ in length, and one number is kept of each.
     first = [("alloc", 1, 5 * MIB), ("alloc", 2, 512)]
     second = [("alloc", 3, 4 * MIB), ("free", 1), ("alloc", 4, 512)]
-    _, live, peak = counted([*first, *second], Cut(2, 5, 30, 2))
+    _, live, peak = counted([*first, *second], Cut(2, 5, 30, 2, 0))
     assert live == 4 * MIB + 32 * 512
     assert peak == 9 * MIB + 31 * 512
 
 
 def test_what_many_iterations_keep_is_put_in_as_one_block():
-    growth, live, _ = counted([("alloc", 1, 8), ("alloc", 2, 8)], Cut(1, 2, 10**9, 2))
+    growth, live, _ = counted([("alloc", 1, 8), ("alloc", 2, 8)], Cut(1, 2, 10**9, 2, 0))
     assert live == 8 * (10**9 + 2)
     assert len(list(growth.events())) == 3
 
 
 def test_what_the_first_iteration_makes_for_all_of_them_is_not_made_again():
-    _, live, _ = counted([("alloc", 1, 4), ("alloc", 2, 8)], Cut(0, 2, 1, 1))
+    _, live, _ = counted([("alloc", 1, 4), ("alloc", 2, 8)], Cut(0, 2, 1, 1, 0))
     assert live == 12
 
 
 def test_a_loop_of_unknown_length_tells_what_each_iteration_keeps():
-    growth, *_ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2))
+    growth, *_ = counted([("alloc", 1, MIB), ("alloc", 2, 3 * MIB)], Cut(1, 2, None, 2, 0))
     assert growth.endless == 3 * MIB
-    ended, *_ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None, 2))
+    ended, *_ = counted([("alloc", 1, MIB), ("alloc", 2, MIB), ("free", 2)], Cut(1, 3, None, 2, 0))
     assert ended.endless == 0
+
+
+def test_what_every_other_iteration_lets_go_of_is_not_piled_up():
+    events = [("alloc", 1, MIB), ("alloc", 2, MIB), ("alloc", 3, MIB), ("free", 1), ("free", 2), ("alloc", 4, MIB)]
+    assert counted(events, Cut(5, 6, None, 4, 2))[0].endless == 0
+    piling = [event for event in events if event[0] == "alloc"]
+    assert counted(piling, Cut(3, 4, None, 4, 2))[0].endless == MIB
+
+
+def test_a_batch_that_enumerate_holds_a_step_longer_is_not_piled_up():
+    model, loader = mlp()
+    cell = "for step, (x, y) in tqdm(enumerate(loader)):\n    x, y = x * 2, torch.ones(len(x), 10)" + STEP.format(
+        indent="    "
+    )
+    names = {"model": model, "loader": loader, "torch": torch, "functional": functional, "tqdm": tqdm}
+    found = forecast(names | {"optimizer": torch.optim.SGD(model.parameters())}, cell)
+    assert found.refused is None
+    assert not found.at_least, found.basis

@@ -32,19 +32,19 @@ def grown(events, *cuts):
 
 def test_what_each_iteration_keeps_is_kept_by_those_that_were_left_out():
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB)]
-    assert grown(events, Cut(1, 2, 5, 2)).allocated == 7 * 30 * MIB
+    assert grown(events, Cut(1, 2, 5, 2, 0)).allocated == 7 * 30 * MIB
 
 
 def test_what_each_iteration_lets_go_of_the_one_before_is_let_go_of():
     # Each iteration makes its result, and with that lets go of the one before; the last is let go of after the loop.
     events = [("alloc", 1, 30 * MIB), ("alloc", 2, 30 * MIB), ("free", 1), ("free", 2), ("alloc", 3, 40 * MIB)]
-    found = grown(events, Cut(1, 3, 10**9, 2))
+    found = grown(events, Cut(1, 3, 10**9, 2, 0))
     assert (found.allocated, found.peak_allocated) == (40 * MIB, 60 * MIB)
 
 
 def test_a_loop_around_one_that_was_cut_is_left_as_it_is():
     events = [("alloc", 1, MIB), ("alloc", 2, MIB), ("alloc", 3, MIB)]
-    assert grown(events, Cut(1, 2, 1, 2), Cut(0, 3, 1, 1)).allocated == 4 * MIB
+    assert grown(events, Cut(1, 2, 1, 2, 0), Cut(0, 3, 1, 1, 0)).allocated == 4 * MIB
 
 
 KEEPING = """

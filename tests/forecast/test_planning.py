@@ -12,6 +12,7 @@ import torch
 from forecast_lab import nothing, open_descriptors
 from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
+from oomdoctor.fixes import get
 from oomdoctor.fixes.sdpa_attention import guard
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.planning import Planning, make_plan
@@ -349,3 +350,38 @@ def test_a_copy_that_is_killed_leaves_a_plan_of_estimates():
     *_, last = planning.wait()
     assert [one.forecast.basis for one in last.candidates] == ["a guess"]
     assert last.unchanged.refused == "the shadow process was ended by SIGKILL"
+
+
+# Settings of the allocator ------------------------------------------------------------------------------------------
+
+PIECES = "".join(
+    f"passing = torch.zeros({30 + 2 * step}, 1 << 18)\ndel passing\nkept_{step} = torch.zeros(2, 1 << 18)\n"
+    for step in range(5)
+)
+"""A piece of 2 MiB is kept in the first segment of 30 MiB, so that what passes, 38 MiB in the end, needs another."""
+EXPANDING = get("expandable_segments")
+
+
+def _planned(source, room, *others):
+    return plan([EXPANDING, *others], room * MIB, session=program(source)).candidates
+
+
+def test_a_setting_of_the_allocator_is_offered_where_the_trace_fits_with_it_and_not_without():
+    (found,) = _planned(PIECES, 64)
+    assert (found.fix, found.forecast.verdict) == ("expandable_segments", Verdict.FITS)
+    assert found.forecast.peak < found.forecast.reserved <= besides(64 * MIB)
+    assert _planned(PIECES, 80) == ()  # it fits as it is
+    assert _planned(PIECES, 40) == ()  # its tensors do not
+
+
+def test_it_is_put_beside_another_change_where_neither_is_enough():
+    session = program(PIECES + "first = torch.zeros(40, 1 << 18)\nsecond = torch.zeros(60, 1 << 18)\n")
+    change = shrinking("shrink", "first", [30, 0])
+    both, alone = plan([EXPANDING, change], 85 * MIB, session=session).candidates
+    assert (both.fix, both.forecast.verdict, both.dose["strength"]) == (
+        "shrink + expandable_segments",
+        Verdict.FITS,
+        1,
+    )
+    assert (alone.fix, alone.forecast.verdict) == ("shrink", Verdict.TOO_LARGE)
+    assert isinstance(both.patch, Refused)  # no cell imports torch

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from oomdoctor.program import code_names
-from oomdoctor.retry import Transaction
+from oomdoctor.retry import Transaction, release
 
 IMPORTS = """
 import abc, array, collections, contextvars, ctypes, decimal, functools, gc, io, logging, random, signal, sys
@@ -684,3 +685,38 @@ def test_a_module_is_named_by_a_word_of_the_cell(tmp_path: Path, monkeypatch: py
         assert hasattr(torch.nn.functional, "odd") is not is_told
         vars(torch.nn.functional).pop("odd", None)
     del sys.modules["odd_part"]
+
+
+def test_a_stream_that_leads_to_the_shell_leads_to_none_of_its_names() -> None:
+    """IPython puts a function of the shell into ``sys.stderr``, which the handler of a logger of the user's holds."""
+    namespace: dict[str, Any] = {"it": iter(range(9)), "log": logging.Logger("mine")}
+    stream, shell = StringIO(), type("Shell", (), {"__module__": "IPython.core.interactiveshell"})()
+    stream.tee, shell.names = shell, namespace  # type: ignore[attr-defined]
+    namespace["log"].addHandler(logging.StreamHandler(stream))
+    transaction = Transaction(namespace, "log.info(1)", lambda: 1 << 30)
+    next(namespace["it"])
+    assert transaction.losses() == ()
+
+
+class Failing(torch.autograd.Function):
+    """Runs out of memory in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+
+def test_what_a_failed_backward_pass_leaves_in_the_queue_of_its_thread_is_let_go_of() -> None:
+    x = torch.ones(64, requires_grad=True)
+    held, first, second = weakref.ref(x), x.sin(), x.cos()
+    with suppress(MemoryError):
+        (Failing.apply(first) + second.exp()).sum().backward()
+    del x, first, second
+    gc.collect()
+    assert held() is not None, "torch lets go of it by itself"
+    release(MemoryError())
+    assert held() is None

@@ -265,7 +265,7 @@ def test_a_small_array_that_an_object_replaces_comes_back() -> None:
     namespace: dict[str, Any] = {"np": np, "mine": Counter(), "theirs": pytest.Config.__new__(pytest.Config)}
     for holder in (namespace["mine"], namespace["theirs"]):
         holder.state, holder.view = np.array([1.0, 2.0]), np.arange(8)[2:]
-    namespace["mine"].large = np.zeros(1 << 16)
+    namespace["mine"].large = np.zeros(1 << 21)
     before = [(holder.state, holder.view) for holder in (namespace["mine"], namespace["theirs"])]
     kept, large = [id(one) for pair in before for one in pair], weakref.ref(namespace["mine"].large)
     cell = "for one in (mine, theirs):\n    one.state[0] += 1\n    one.state, one.view = one.state + 1, one.view * 2\n"
