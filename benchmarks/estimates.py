@@ -1,12 +1,12 @@
 """How far off estimates are: ``benchmarks/estimates.py [--write] [FAMILY ...]``.
 
-An estimate is what a plan tells of a change that had no shadow run: the peak of the unchanged cell, less what the
+An estimate is what a plan tells of a change that had no dry run: the peak of the unchanged cell, less what the
 census says that the change saves. Each model family of the tests, grown until its peak is some 2 MiB, runs out of
-memory on the virtual accelerator with 60 % of what it takes. The plan is made without any shadow run; then each
+memory on the virtual accelerator with 60 % of what it takes. The plan is made without any dry run; then each
 change that has an estimate is made for real on a device with room enough, and the peak is measured there. Changes that
 find themselves unfit are left out. An estimate is of one of two kinds, by what is known of the unchanged cell:
 
-* *from a peak*: its peak is known by a shadow run, here by having run it;
+* *from a peak*: its peak is known by a dry run, here by having run it;
 * *from the failure*: known is what it held and asked for when it failed, the least that it needs.
 
 Shown are estimate over measured, less one: the median, and between which bounds 9 of 10 lie; and the same bounds as

@@ -10,7 +10,7 @@ steps does the chosen one lie from the mildest that runs?
 
 ``--time``: one forecast of the steps of a GPT-2 of the smallest size, five candidates beside it, and how long the user
 is kept waiting who does not wait for the plan, as medians of some rounds. Other programs on the machine count, so the
-load average is printed, and the processors' time, which on a machine at rest is the time of one shadow.
+load average is printed, and the processors' time, which on a machine at rest is the time of one dry run.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def times(say: Callable[[str], None]) -> None:
         return time.perf_counter() - begin, of_children() - used
 
     def held_up() -> tuple[float, float]:
-        def work(shadows: Any) -> Iterator[Any]:
-            shadows.begin(0, Attempt(source=STEPS))
-            yield shadows.next()
+        def work(dry_runs: Any) -> Iterator[Any]:
+            dry_runs.begin(0, Attempt(source=STEPS))
+            yield dry_runs.next()
 
         before = time.perf_counter()
         copy = DryRuns(session, lambda: None, budget=None, timeout_s=60).in_copy(work, waits=False)
@@ -165,7 +165,7 @@ def times(say: Callable[[str], None]) -> None:
             longest = max(longest, time.perf_counter() - begin)
         return forked, longest
 
-    forecast(1)  # loads what shadows need
+    forecast(1)  # loads what dry runs need
     begin = time.perf_counter()
     pid = os.fork()
     if pid == 0:

@@ -271,7 +271,7 @@ def _replay_of(
             return None
         watched = (ref(logits), *([] if logits._base is None else [ref(logits._base)]))
         replay = _Replay(layer.autocast, rows, watched if layer.made is None else (*watched, layer.made))
-        if not replay.is_watched() and (_forward.is_shadow_run() or _comes_out(logits, target, replay, layer)):
+        if not replay.is_watched() and (_forward.is_dry_run() or _comes_out(logits, target, replay, layer)):
             return replay, layer
     return None
 
@@ -399,6 +399,6 @@ class _OfLayer(torch.autograd.Function):
 
 def _places(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return of which rows of its inputs a layer made the logits of a chunk."""
-    if _forward.is_shadow_run():
+    if _forward.is_dry_run():
         return torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=device)
     return rows.squeeze(1).to(device)

@@ -123,7 +123,7 @@ def refuse_batch_norm(path: str, module: Any) -> None:
             raise OomDoctorError(f"{name} takes its statistics over the whole batch: it is not split")
 
 
-def is_shadow_run() -> bool:
+def is_dry_run() -> bool:
     """Tell whether tensors have no values here: a forecast is under way."""
     return type(torch.empty(0)) is not torch.Tensor
 
@@ -131,14 +131,14 @@ def is_shadow_run() -> bool:
 def rng_marks(devices: Iterable[torch.device] = ()) -> tuple[Any, ...]:
     """Return where the random number generators stand, for comparison: Python's, NumPy's and, by value, torch's.
 
-    In a shadow run those of devices stand still, and that of the host moves with them.
+    In a dry run those of devices stand still, and that of the host moves with them.
     """
     states = [torch.get_rng_state()]
-    for device in () if is_shadow_run() else devices:
+    for device in () if is_dry_run() else devices:
         # Apple's devices are one, and their state is asked for without a device.
         given = () if device.type == "mps" else (device,)
         states.append(getattr(torch, device.type).get_rng_state(*given))
-    with _disable_current_modes():  # the states have values, which modes of a shadow run would not give
+    with _disable_current_modes():  # the states have values, which modes of a dry run would not give
         return *host_marks(), *(state.numpy().tobytes() for state in states)
 
 
@@ -162,7 +162,7 @@ class Checked(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        is_mask = isinstance(given, torch.Tensor) and given.dtype is torch.bool and not is_shadow_run()
+        is_mask = isinstance(given, torch.Tensor) and given.dtype is torch.bool and not is_dry_run()
         if is_mask and not bool(given.any(-1).all()):
             raise OomDoctorError("a mask leaves a query nothing to attend to, which the fused kernel takes otherwise")
         with _Softmax() as seen:  # type: ignore[no-untyped-call]

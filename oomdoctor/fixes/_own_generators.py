@@ -58,5 +58,5 @@ def _within_reach(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(generator: Any) -> Any:
-    with _disable_current_modes():  # the state has values, which modes of a shadow run would not give
+    with _disable_current_modes():  # the state has values, which modes of a dry run would not give
         return comparable(generator_state(generator))

@@ -263,7 +263,7 @@ def _guard(session: Session, dose: Dose) -> Iterator[None]:
     """
     from torch import nn, optim
 
-    from oomdoctor.fixes._forward import is_shadow_run
+    from oomdoctor.fixes._forward import is_dry_run
 
     class Announcement(optim.Optimizer):
         """An optimizer of which only the hooks before its step matter."""
@@ -272,7 +272,7 @@ def _guard(session: Session, dose: Dose) -> Iterator[None]:
             """Do nothing."""
 
     original: Callable[..., nn.Module] = nn.Module._apply
-    is_due = not is_shadow_run()
+    is_due = not is_dry_run()
 
     def apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         nonlocal is_due

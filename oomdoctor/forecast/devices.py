@@ -1,9 +1,9 @@
-"""A device that this machine lacks, or must not touch, in a shadow run: fake tensors are relabelled.
+"""A device that this machine lacks, or must not touch, in a dry run: fake tensors are relabelled.
 
 Fake tensors carry a device of their own, and the fake mode follows it through every operation: it says where results
 lie and refuses what mixes devices, as CUDA does. Only below Python is there nothing behind such a device. So every fake
 is built with the keys of the CPU and compiled code is told that it lies there, while Python code is told the truth of
-the shadow: ``tensor.device`` is ``cuda:0``. Moves between devices, which compiled code would take for none, are made
+the dry run: ``tensor.device`` is ``cuda:0``. Moves between devices, which compiled code would take for none, are made
 here. What else Python can ask of a device is in ``device_calls``, what operators do differently there in
 ``device_kernels`` and ``device_autocast``; ``check`` proves all of it before a number is believed.
 
@@ -155,7 +155,7 @@ def _answer(args: Any) -> torch.device:
 
 
 def _tell_of_device(tracker: Tracker) -> None:
-    """Say to Python code where a tensor lies in the shadow."""
+    """Say to Python code where a tensor lies in the dry run."""
 
     def device_of(tensor: torch.Tensor) -> torch.device:
         fake = tracker.moved(tensor)

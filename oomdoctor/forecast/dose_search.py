@@ -1,6 +1,6 @@
 """One change in all its doses: what each is estimated to need, how the cell is run with it, what forecasts have said.
 
-An estimate of what a dose saves comes from the census alone. Once a shadow run of one dose is known, the estimates of
+An estimate of what a dose saves comes from the census alone. Once a dry run of one dose is known, the estimates of
 the others are measured by it: what that dose really saved over what it was thought to.
 """
 
@@ -24,7 +24,7 @@ _CAUTION: Final = 0.3
 _POINTED: Final = 3
 """Questions that go where the estimate points; those after them halve what is left."""
 _WAYS: Final = 3
-"""Ways to write one change that have a shadow run, where it breaks in each before."""
+"""Ways to write one change that have a dry run, where it breaks in each before."""
 KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _EFFECTS: Final = tuple(Effect)
 
@@ -119,11 +119,11 @@ class Change:
     Attributes:
         place: where it comes by what the findings suggest; it decides between equals.
         search: what is asked about it.
-        told: the forecast of each dose that had a shadow run.
-        why: why there is no shadow run of it, None where there is one or may yet be.
-        breaks: whether its shadow run failed where that of the unchanged cell did not: no estimate is given then.
+        told: the forecast of each dose that had a dry run.
+        why: why there is no dry run of it, None where there is one or may yet be.
+        breaks: whether its dry run failed where that of the unchanged cell did not: no estimate is given then.
         refused: why it cannot be made at all, None where it can.
-        is_last: whether it is offered though there was no time for a shadow run of it, as nothing else may be enough.
+        is_last: whether it is offered though there was no time for a dry run of it, as nothing else may be enough.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Change:
         self.search.answer(fits=forecast.verdict is Verdict.FITS)
 
     def find_unfit(self, index: int, why: str) -> None:
-        """Take it that a dose found itself unfit in its shadow run; the mildest is asked next, whether any is fit."""
+        """Take it that a dose found itself unfit in its dry run; the mildest is asked next, whether any is fit."""
         self._is_doubted = True
         self._leave_out_from(index, why)
 
@@ -234,7 +234,7 @@ class Change:
     # What the doses need ----------------------------------------------------------------------------------------
 
     def least_told(self) -> int:
-        """Return the least peak that a shadow run of a dose has told."""
+        """Return the least peak that a dry run of a dose has told."""
         return min(told.peak for told in self.told.values() if told.peak is not None)
 
     def estimate(self, index: int, unchanged: Forecast, scale: float) -> Forecast:
@@ -269,7 +269,7 @@ class Change:
         return sum(nbytes for role, nbytes in seen if role in left)
 
     def _truth(self, unchanged: Forecast) -> float | None:
-        """Return what the strongest dose that had a shadow run saved over what it was thought to."""
+        """Return what the strongest dose that had a dry run saved over what it was thought to."""
         seen = [(index, told.peak) for index, told in self.told.items() if told.peak is not None]
         if not seen or unchanged.peak is None or unchanged.refused is not None:
             return None

@@ -1,7 +1,7 @@
 """What a copy of the process does for a forecast: it brings back the start of the cell, and runs an attempt from it.
 
 The first copy is forked from the user's process; it is walled off, restores the cell's start, counts what is alive, and
-forks a further one, a shadow, per attempt (see ``dry_runs``). A shadow runs its attempt on fake tensors and reports
+forks a further one, a dry run, per attempt (see ``dry_runs``). A dry run runs its attempt on fake tensors and reports
 one ``Reading``. Neither ever returns to the code that forked it: both end in ``os._exit``, so that no handler and no
 buffer of the user's runs twice.
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.session import Accelerator, Session
     from oomdoctor.sandbox.card import Card
 
-_EARLIER: Final = "<oomdoctor: shadow of an earlier cell>"
+_EARLIER: Final = "<oomdoctor: dry run of an earlier cell>"
 _STEADY_OPERATIONS: Final = 500
 """Operations without a new peak after which a loop that the time limit cut is taken to be in its steady state."""
 
@@ -66,16 +66,16 @@ _UNLIKE_SHARE: Final = 0.3
 
 
 def warm_up() -> None:
-    """Load what the first fake tensor loads: some eight hundred modules, which no shadow should wait for."""
+    """Load what the first fake tensor loads: some eight hundred modules, which no dry run should wait for."""
     counts_alone()
 
 
 class OutOfTime(StopForecast):
-    """The time for this shadow is over."""
+    """The time for this dry run is over."""
 
 
 class Start:
-    """The start of the cell, as every shadow finds it: what is alive, the modules, how many optimizers.
+    """The start of the cell, as every dry run finds it: what is alive, the modules, how many optimizers.
 
     ``layout`` says where it lies, in an allocator that is known. Where a device is in use, ``held`` is what lies there,
     and ``prepare`` is still to be done, on fakes.
@@ -218,7 +218,7 @@ def _stopped(error: BaseException, run: Run, card: Card | None) -> Reading | Non
         run.failure = _failure(error)
     elif not isinstance(error, SystemExit):  # by which the cell ends itself
         lacks = lacking(error) if card is None else None
-        # Values that fakes do not have, and the walls around it, are a shadow's alone.
+        # Values that fakes do not have, and the walls around it, are a dry run's alone.
         is_ours = isinstance(error, OSError | NotImplementedError) or "torch._subclasses" in type(error).__module__
         breaks = not (lacks or is_ours or tracker.scalars.has_guessed)
         return no_reading(_failure(error), breaks=breaks, lacks_cuda=lacks == "cuda")
@@ -226,7 +226,7 @@ def _stopped(error: BaseException, run: Run, card: Card | None) -> Reading | Non
 
 
 def _put_in_place(session: Session, start: Start, tracker: Tracker, loops: LoopModel) -> None:
-    """Put all that a shadow does otherwise into the place of what Python and torch do."""
+    """Put all that a dry run does otherwise into the place of what Python and torch do."""
     follow_loops(loops, tracker.ledger, tracker.scalars)
     follow_lengths(session.namespace)
     follow_roles(tracker)
@@ -306,4 +306,4 @@ def _failure(error: BaseException) -> str:
         trace = trace.tb_next
     where = f" at line {line}" if line is not None else ""
     why = f": {CANNOT_BE_READ}" if is_severed(error) else ""
-    return f"the shadow run of the cell stopped{where} with {one_sentence(error)}{why}"
+    return f"the dry run of the cell stopped{where} with {one_sentence(error)}{why}"

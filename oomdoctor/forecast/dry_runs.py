@@ -1,11 +1,11 @@
-"""The copy of the user's process in which shadow runs are made, one for each attempt, and what each of them says.
+"""The copy of the user's process in which dry runs are made, one for each attempt, and what each of them says.
 
 The user's process forks the copy and listens (see ``copies``). All else happens there: it brings back the start of
-the cell (see ``dry_run``), forks a shadow for each attempt, watches the time, decides what to try next and tells what
+the cell (see ``dry_run``), forks a dry run for each attempt, watches the time, decides what to try next and tells what
 came of it. Only numbers come back.
 
 Limits: where there is no ``fork`` (Windows), or none that is safe (macOS where PyTorch has Metal, whose threads and
-connections do not survive one), there are no shadow runs. Tensors lie in host memory, which is also where those of the
+connections do not survive one), there are no dry runs. Tensors lie in host memory, which is also where those of the
 virtual accelerator live, or on a device that is emulated (see ``devices``).
 Source: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods, on macOS.
 """
@@ -37,14 +37,14 @@ _LOADING_S: Final = 20.0
 _MOST_WORKERS: Final = 4
 _REPORT_S: Final = 0.3
 _REPORT_SHARE: Final = 0.1
-"""Time that a shadow gets at the end of the limit to report, and the share of its time: it goes through its trace."""
+"""Time that a dry run gets at the end of the limit to report, and the share of its time: it goes through its trace."""
 
 Work: TypeAlias = "Callable[[DryRuns], Iterator[Any]]"
-"""What is done in the copy: begins shadows, takes their readings, and yields what is told to the user's process."""
+"""What is done in the copy: begins dry runs, takes their readings, and yields what is told to the user's process."""
 
 
 def unsupported() -> str | None:
-    """Return why there can be no shadow run in this process, None if there can."""
+    """Return why there can be no dry run in this process, None if there can."""
     if not hasattr(os, "fork"):
         return "forecasts need fork(), which this system has not"
     torch: Any = sys.modules.get("torch")
@@ -58,7 +58,7 @@ def unsupported() -> str | None:
 
 
 class DryRuns:
-    """Shadow runs, so many at once: copies of a copy of the user's process, each of which runs one attempt.
+    """Dry runs, so many at once: copies of a copy of the user's process, each of which runs one attempt.
 
     The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
 
@@ -102,7 +102,7 @@ class DryRuns:
         """Fork the copy that does ``work`` with them, and return it.
 
         Args:
-            waits: whether the caller waits for the end. Then what shadows need is loaded here once, and not in each
+            waits: whether the caller waits for the end. Then what dry runs need is loaded here once, and not in each
                 copy anew; a caller that goes on is not kept waiting for that.
         """
         loads = "oomdoctor.forecast.dry_run" not in sys.modules
@@ -115,7 +115,7 @@ class DryRuns:
 
     @property
     def has_room(self) -> bool:
-        """Whether another shadow may begin."""
+        """Whether another dry run may begin."""
         return len(self._running) + len(self._answered) < self._workers and self.left_s > _REPORT_S
 
     @property
@@ -125,11 +125,11 @@ class DryRuns:
 
     @property
     def left_s(self) -> float:
-        """Time that is left for all shadows."""
+        """Time that is left for all dry runs."""
         return self._timeout_s if self._end is None else self._end - time.monotonic()
 
     def begin(self, key: Hashable, attempt: Attempt) -> None:
-        """Begin a shadow that runs ``attempt``; its answer comes under ``key``."""
+        """Begin a dry run that runs ``attempt``; its answer comes under ``key``."""
         if self._start is None:
             self._bring_back()
         if isinstance(self._start, Reading):
@@ -138,16 +138,16 @@ class DryRuns:
             self._running[Copy(partial(self._read, attempt), limit_s=self.left_s)] = key, attempt
 
     def next(self) -> tuple[Hashable, Reading] | None:
-        """Return the next answer; None when the time is over, and then no shadow is left."""
+        """Return the next answer; None when the time is over, and then no dry run is left."""
         while not self._answered:
             if self.left_s <= 0 or not self._running:
-                for shadow in self._running:
-                    shadow.end()
+                for copy in self._running:
+                    copy.end()
                 self._running.clear()
                 return None
-            wait_for((shadow for shadow in self._running if not shadow.over), self.left_s)
-            for shadow in list(self._running):
-                self._take(shadow)
+            wait_for((copy for copy in self._running if not copy.over), self.left_s)
+            for copy in list(self._running):
+                self._take(copy)
         return self._answered.pop(0)
 
     def _bring_back(self) -> None:
@@ -163,7 +163,7 @@ class DryRuns:
             self._start = no_reading(str(error))
 
     def _read(self, attempt: Attempt) -> Iterator[tuple[Reading, dict[Hashable, Any]]]:
-        """Run an attempt, in a shadow; tell what it has noted as well."""
+        """Run an attempt, in a dry run; tell what it has noted as well."""
         from oomdoctor.forecast import dry_run
         from oomdoctor.forecast.fake_tensors import taken_down
 
@@ -177,16 +177,16 @@ class DryRuns:
         )
         yield reading, taken_down()
 
-    def _take(self, shadow: Copy) -> None:
-        """Take the answer of a shadow, if it is there."""
+    def _take(self, copy: Copy) -> None:
+        """Take the answer of a dry run, if it is there."""
         from oomdoctor.forecast.fake_tensors import learn
 
-        readings = shadow.poll()
-        if not readings and (not shadow.over or shadow.is_late):
+        readings = copy.poll()
+        if not readings and (not copy.over or copy.is_late):
             return
-        shadow.end()
-        key, attempt = self._running.pop(shadow)
-        reading, noted = readings[0] if readings else (no_reading(shadow.failed), {})
+        copy.end()
+        key, attempt = self._running.pop(copy)
+        reading, noted = readings[0] if readings else (no_reading(copy.failed), {})
         learn(noted)
         if not reading.lacks_cuda:
             self._answered.append((key, reading))

@@ -1,4 +1,4 @@
-"""The fake mode of a shadow: tensors without data, whose sizes are worked out once for the same arguments.
+"""The fake mode of a dry run: tensors without data, whose sizes are worked out once for the same arguments.
 
 What an operator makes of arguments of some sizes is noted, and made again from that note the next time, at a fifth of
 the time that torch's own cache takes: its keys hold what a compiler has to know besides. A note is of plain tensors:
@@ -32,12 +32,12 @@ _own: Final = list[Hashable]()
 
 
 def taken_down() -> dict[Hashable, Any]:
-    """Return what this shadow has noted, for others."""
+    """Return what this dry run has noted, for others."""
     return {key: _noted[key] for key in _own}
 
 
 def learn(noted: dict[Hashable, Any]) -> None:
-    """Take over what another shadow has noted."""
+    """Take over what another dry run has noted."""
     _noted.update(noted)
 
 
@@ -61,7 +61,7 @@ class _Result(NamedTuple):
 
 
 class Fakes(FakeTensorMode):
-    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a shadow.
+    """The fake mode without the wrapper that keeps compilers out of it: nothing is compiled in a dry run.
 
     It would run ``empty_like`` of a tensor whose values are known for real, and take what happens to lie there for the
     values of the result, also where a meta kernel makes its result so.

@@ -1,6 +1,6 @@
-"""What the iterations that a shadow run left out keep, put into its trace of allocations.
+"""What the iterations that a dry run left out keep, put into its trace of allocations.
 
-A shadow cuts a loop once its iterations are alike (see ``loop_model``). What the last one that was followed keeps
+A dry run cuts a loop once its iterations are alike (see ``loop_model``). What the last one that was followed keeps
 beyond what it lets go of, each of the others keeps as well: outputs in a list, the graphs of losses. So every such
 allocation is put in again, once for each iteration that is left, before that last one, which is taken to be the last of
 the loop. They go where the trace lets go of the one that was seen.
@@ -57,7 +57,7 @@ class _Kept(NamedTuple):
 
 
 class Growth:
-    """The trace of a shadow run with what was left out.
+    """The trace of a dry run with what was left out.
 
     Args:
         events: the trace.

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from oomdoctor.allocator.device import VirtualAccelerator
     from oomdoctor.model.session import Accelerator
 
-CELL: Final = "<oomdoctor: shadow of the cell>"
-"""File name under which the shadowed cell is compiled, by which its frames are known."""
+CELL: Final = "<oomdoctor: dry run of the cell>"
+"""File name under which the cell is compiled, by which its frames are known."""
 
 _Event: TypeAlias = tuple[Literal["alloc"], int, int] | tuple[Literal["free"], int]
 

@@ -1,6 +1,6 @@
-"""The ``DataLoader`` of the shadow: a real batch, fetched in this process, handed out again and again.
+"""The ``DataLoader`` of the dry run: a real batch, fetched in this process, handed out again and again.
 
-Worker processes cannot be started in the shadow and need not be. Where samples are of unlike lengths, every other batch
+Worker processes cannot be started there and need not be. Where samples are of unlike lengths, every other batch
 is the one with the longest: it is padded to those, or they are put one after the other. So samples are measured, as
 many as there is time for, and the sampler is asked for batches. What comes from a stream is taken from it.
 
@@ -66,7 +66,7 @@ class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a shadow
+        return False  # nothing is compiled in a dry run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_here and stays_whole(func, args):

@@ -1,6 +1,6 @@
 """The loops of the user's code, made to ask the loops before each iteration whether to go on, and what they go over.
 
-In the shadow the cell is compiled so that its loops ask, and so is each function that the user has written, where its
+In the dry run the cell is compiled so that its loops ask, and so is each function that the user has written, where its
 source can be had. ``zip``, ``enumerate`` and ``islice`` have no length, but what they go over often has, so each of
 them remembers it. What a step needs mostly grows with the item that it is given: a longer batch, a wider layer, more
 samples. So of the items that are not followed the largest one stands for all. Nothing is taken from an iterator.
@@ -92,7 +92,7 @@ def is_followed(frame: FrameType) -> bool:
 def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any]) -> None:
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
-    Until ``follow_loops``, which a shadow calls, they go on as they would.
+    Until ``follow_loops``, which a dry run calls, they go on as they would.
 
     Args:
         functions: all that there are.

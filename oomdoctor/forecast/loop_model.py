@@ -64,7 +64,7 @@ _FEW_MORE: Final = 2
 
 
 class StopForecast(BaseException):
-    """Leaves the shadowed cell. Not an ``Exception``, so that the user's handlers do not catch it."""
+    """Leaves the cell. Not an ``Exception``, so that the user's handlers do not catch it."""
 
 
 class Asker(Enum):

@@ -1,6 +1,6 @@
 """Looks at a cell before it is run: what it needs, where that fits, and what would make it fit.
 
-All of it comes from shadow runs; the user's process runs nothing of the cell. Each part has the whole time to itself:
+All of it comes from dry runs; the user's process runs nothing of the cell. Each part has the whole time to itself:
 the forecast, the cards, the fixes, the batch.
 """
 
@@ -71,7 +71,7 @@ def foresee(
             a failure there, if there is one, and the numbers of cells by the file names of their code.
         fixes: those to price where it does not fit.
         host: the host's memory, by whose rules the scratch of kernels counts.
-        time_s: for each part of the work; 0 makes no shadow run.
+        time_s: for each part of the work; 0 makes no dry run.
     """
     begun = time.monotonic()
     source = session.cells.failing.source
@@ -115,7 +115,7 @@ def foresee(
 
 
 def _least(evidence: Evidence, budget: int | None, why: str) -> Forecast | None:
-    """Return the least that the last cell needs without a shadow run, None where it trains nothing that was found.
+    """Return the least that the last cell needs without a dry run, None where it trains nothing that was found.
 
     What is there already and what training adds to it: this tells what cannot fit, and never what does.
 

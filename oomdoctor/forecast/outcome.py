@@ -1,4 +1,4 @@
-"""What the trace of a shadow run that is over comes to: peak and reserved, how far they may be off, and the course.
+"""What the trace of a dry run that is over comes to: peak and reserved, how far they may be off, and the course.
 
 What no one has told a role of is judged by how long it lasted, as a census would see it: what a finished statement of
 the cell left behind is a tensor of the user's, or its batch if it was fed to what is differentiated; what the running
@@ -43,7 +43,7 @@ such segments in ``benchmarks/results/cuda.txt``."""
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A shadow run that is over, or was left.
+    """A dry run that is over, or was left.
 
     Attributes:
         settings: those of the caching allocator; ``others``: further ones that are asked about.
@@ -169,7 +169,7 @@ def _error(run: Run, peak: int, reserved: int | None) -> float:
 def _slack(run: Run) -> int:
     """Return the bytes by which what is reserved may be off, however well the tensors are known.
 
-    Where a shadow run follows a few steps, the small blocks may lie less well in the others, and ask for a segment more
+    Where a dry run follows a few steps, the small blocks may lie less well in the others, and ask for a segment more
     than they did. Where an expandable segment begins is not told, and its first pages may have been given back: new
     memory goes there first.
     """

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)
-PENDING: Final = "its shadow run has not ended yet"
+PENDING: Final = "its dry run has not ended yet"
 _ENOUGH: Final = "a change that keeps the results was seen to fit before"
 _SEEN: Final = 0.95
-"""A shadow run that needs less than this share of what was held and asked for has not seen what fills the memory."""
+"""A dry run that needs less than this share of what was held and asked for has not seen what fills the memory."""
 _SAVES: Final = 0.98
 """A fix that leaves more than this share of the peak is none to put beside another."""
 _UNCHANGED_UNSEEN: Final = 0.3
 """How far off a forecast of a changed cell is taken to be where the unchanged one could not be forecast."""
 _PASSES: Final = 2
-"""How many times what passed when it failed is supposed to pass, where no shadow run tells it."""
+"""How many times what passed when it failed is supposed to pass, where no dry run tells it."""
 _KEPT: Final = 4
 """How many times its parameters a training is supposed to keep: with gradients and the two states of Adam."""
 _MUCH: Final = 4 / 3
@@ -84,7 +84,7 @@ class Planner:
     # How it goes ------------------------------------------------------------------------------------------------
 
     def plans(self, dry_runs: DryRuns) -> Iterator[Plan]:
-        """Yield the plan as it stands, again and again, while shadow runs are made."""
+        """Yield the plan as it stands, again and again, while dry runs are made."""
         dry_runs.others = [fix.allocates for fix in self._fixes if fix.allocates]
         dry_runs.begin(None, unfixed(self._session))
         self._propose()
@@ -131,7 +131,7 @@ class Planner:
     def _rank(self, candidate: Candidate) -> tuple[object, ...]:
         """Order by: fits, frees a leak, keeps the result, is known by more than an estimate, costs least, is least.
 
-        Last is what failed in its shadow run, though it may be for what only such a run has.
+        Last is what failed in its dry run, though it may be for what only such a run has.
 
         Of those that nobody can say it of, what would fit if no more were needed than is known of comes first, and
         last an estimate that would not fit even if it were as far too high as such estimates are.
@@ -153,7 +153,7 @@ class Planner:
     def _doubted(self, forecast: Forecast) -> int:
         """Return the bytes of an estimate that is in doubt, 0 for others.
 
-        Of those, what needs least is likeliest to be enough. Where a shadow run told more than what was held at the
+        Of those, what needs least is likeliest to be enough. Where a dry run told more than what was held at the
         failure, one that would fit even if it were off as such are is not in doubt.
         """
         has_run = self._unchanged is not None and self._unchanged.refused is None
@@ -328,7 +328,7 @@ class Planner:
             if reading.modules and change.is_single and fix.is_measured and change.refused is None:
                 proposals = fix.propose(self._incident, self._evidence)
                 if isinstance(proposals, Refused):
-                    continue  # graphs may lie otherwise than that tells: a shadow run does
+                    continue  # graphs may lie otherwise than that tells: a dry run does
                 doses = [(Part(fix=fix, proposal=one),) for one in proposals]
                 self._changes[change.place] = Change(change.place, doses, self._session, self._evidence)
                 self._changes[change.place].attempt(0)
@@ -349,7 +349,7 @@ class Planner:
         if unchanged.refused is not None:
             forecast = replace(forecast, error_ratio=_UNCHANGED_UNSEEN)
         if self._is_blind:
-            # A shadow run that did not see what fills the memory unchanged does not see it with the fix either.
+            # A dry run that did not see what fills the memory unchanged does not see it with the fix either.
             estimate = change.estimate(index, unchanged, self._scale(unchanged))
             peak = max(filter(None, (forecast.peak, estimate.peak)), default=None)
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
@@ -371,7 +371,7 @@ class Planner:
             return forecast
         self._is_blind = True
         unseen = "memory grows over later steps, or is not that of tensors"
-        return self.least(f"a shadow run of a few steps stays below what was seen: {unseen}")
+        return self.least(f"a dry run of a few steps stays below what was seen: {unseen}")
 
     def _end(self) -> None:
         """Take it that nothing more will be answered."""
@@ -422,7 +422,7 @@ class Planner:
         )
 
     def _supposed(self, unchanged: Forecast) -> Supposed:
-        """Return what is supposed to be needed, and its scale, where no shadow run tells more than the least.
+        """Return what is supposed to be needed, and its scale, where no dry run tells more than the least.
 
         What was there when it failed was full, by gaps as well.
         """

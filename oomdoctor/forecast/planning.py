@@ -1,9 +1,9 @@
 """Makes the plan: which fixes in which dose, each with its price, best first.
 
-Fixes come as values. Each proposes doses, and the mildest that fits by a shadow run is taken. All of it happens in one
+Fixes come as values. Each proposes doses, and the mildest that fits by a dry run is taken. All of it happens in one
 forked copy of this process (see ``copy``), which says how the plan stands whenever it knows more: at first by
-estimates alone, then by what the shadow runs of the likeliest fixes tell, and in the end by those of all of them. So
-the user's process may wait, or go on and look from time to time. Where no shadow run can be had, or time runs out, the
+estimates alone, then by what the dry runs of the likeliest fixes tell, and in the end by those of all of them. So
+the user's process may wait, or go on and look from time to time. Where no dry run can be had, or time runs out, the
 estimate is the price, and says so.
 """
 
@@ -33,11 +33,11 @@ class Planning:
         fixes: in the order in which the findings suggest them; it decides between equals.
         budget: bytes that tensors may take.
         prepare: restores the start of the cell; runs in the forked process alone.
-        time_budget_s: for all forecasts together; 0 makes no shadow run.
+        time_budget_s: for all forecasts together; 0 makes no dry run.
         leaks: ids of fixes that free what should not be there.
         waits: whether the caller waits for the end of it.
         is_hurried: whether that is as soon as a change that keeps the results is seen to fit.
-        unforecast: why there is no shadow run, where there is no time for any.
+        unforecast: why there is no dry run, where there is no time for any.
 
     Attributes:
         plan: as it stands; there is one from the first.

@@ -1,4 +1,4 @@
-"""The reading of a shadow run: its numbers, or why there are none."""
+"""The reading of a dry run: its numbers, or why there are none."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from oomdoctor.sandbox.card import Card
 
 Settings: TypeAlias = tuple[tuple[str, Any], ...]
 """Some of the caching allocator, ``(name, value)``."""
-BASIS: Final = "shadow run"
+BASIS: Final = "dry run"
 ON_CARD: Final = "as on cuda"
 """Stands in the basis where this machine has no such device."""
 OUT_OF_TIME: Final = "out of time"
-"""Why there is no figure of a shadow that was cut before it saw enough."""
+"""Why there is no figure of a dry run that was cut before it saw enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The outcome of one shadow run.
+    """The outcome of one dry run.
 
     Attributes:
         forecast: its numbers, or why there are none.
-        cost: time of the run in bytes moved (see ``cost``), comparable between shadow runs of one cell only.
+        cost: time of the run in bytes moved (see ``cost``), comparable between dry runs of one cell only.
         left_early: whether what comes after the training was not seen, or not to its end.
         modules: what the forward of each module keeps; of the unchanged cell alone.
         is_unfit: whether there are no numbers because the change found itself unfit for the cell.
-        breaks: whether there are none because the code failed, by nothing that only a shadow run has.
+        breaks: whether there are none because the code failed, by nothing that only a dry run has.
         lacks_cuda: whether there are none because the cell asked in vain for a device of CUDA.
         otherwise: what the numbers are with other settings of the caching allocator.
     """
@@ -45,14 +45,14 @@ class Reading:
 
     @property
     def is_late(self) -> bool:
-        """Whether the shadow was cut before it saw enough."""
+        """Whether the dry run was cut before it saw enough."""
         return self.forecast.refused == OUT_OF_TIME
 
     def priced(self, budget: int | None, unchanged_cost: float | None) -> Forecast:
         """Return the forecast for a budget, with its slowdown.
 
         Args:
-            unchanged_cost: cost of the unchanged cell's shadow run; falsy if not known.
+            unchanged_cost: cost of the unchanged cell's dry run; falsy if not known.
         """
         slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
         return replace(self.forecast, budget=budget, slowdown=slowdown)
@@ -66,7 +66,7 @@ class Reading:
 
 
 def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False, lacks_cuda: bool = False) -> Reading:
-    """Return the outcome of a shadow run that has no numbers."""
+    """Return the outcome of a dry run that has no numbers."""
     told = Forecast(basis=BASIS, refused=why or "it was ended")
     return Reading(forecast=told, is_unfit=is_unfit, breaks=breaks, lacks_cuda=lacks_cuda)
 

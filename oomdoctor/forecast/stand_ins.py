@@ -1,4 +1,4 @@
-"""What the shadow process does instead: the functions of torch and Python that would not work, or would do something.
+"""What a dry run does instead: the functions of torch and Python that would not work, or would do something.
 
 Everything here is done to a process that was forked to be thrown away; nothing is ever put back.
 """

@@ -1,4 +1,4 @@
-"""The dispatch mode of the shadow: real tensors become fake twins on the fly, and every storage goes into the ledger.
+"""The dispatch mode of the dry run: real tensors become fake twins on the fly, and every storage goes into the ledger.
 
 It stands on top of a ``FakeTensorMode``. Nothing of the user's is converted beforehand: modules, optimizers, closures
 and graphs of earlier cells keep their real tensors, autograd works on those, and below autograd each is swapped for
@@ -35,7 +35,7 @@ _DEVICE = torch.ops.prim.device.default
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default)
 
 raw_data: Any = torch._C.TensorBase.data
-"""The descriptor behind ``Tensor.data``, which the shadow run replaces (see ``stand_ins``)."""
+"""The descriptor behind ``Tensor.data``, which the dry run replaces (see ``stand_ins``)."""
 
 
 _FOLLOWED_ELEMENTS: Final = 1 << 17
@@ -100,7 +100,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a shadow, and the wrapper that this spares costs as much as the rest
+        return False  # nothing is compiled in a dry run, and the wrapper that this spares costs as much as the rest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks this of every fake tensor; it is no operation

@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 
 
 FROM_PEAK: Final = (0.4, 2.4)
-"""Measured peaks over their estimates, 9 in 10, where the peak of the unchanged cell is known by a shadow run."""
+"""Measured peaks over their estimates, 9 in 10, where the peak of the unchanged cell is known by a dry run."""
 FROM_FAILURE: Final = (1.7, 24.0)
 """The same where no more is known than what the cell held and asked for when it failed. Source of both:
 `benchmarks/estimates.py`.
@@ -35,7 +35,7 @@ FROM_FAILURE: Final = (1.7, 24.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How the memory of a cell goes, as its shadow run saw it. Bytes are those of tensors, before any rounding.
+    """How the memory of a cell goes, as its dry run saw it. Bytes are those of tensors, before any rounding.
 
     Attributes:
         at_peak: what was alive at the peak, ``(role, bytes)``, largest first; together the peak of tensors.
@@ -63,7 +63,7 @@ class Forecast:
         peak: highest sum of live tensors; ``reserved``: what the caching allocator would hold at most.
         budget: what there is for it.
         slowdown: time with the change over time without it, None where it is not known.
-        basis: how it was found out: a shadow run, an analytic estimate.
+        basis: how it was found out: a dry run, an analytic estimate.
         error_ratio: how far off such forecasts may be, as a share of the peak.
         estimated: of what is told from the census alone, between how many times the estimate 9 in 10 measured peaks
             lie: ``FROM_PEAK`` or ``FROM_FAILURE``. Then it says neither what fits nor what does not.
@@ -71,7 +71,7 @@ class Forecast:
         at_most: whether less than this may be needed: then it is known what fits, and never what does not.
         peak_line: line of the failing cell at which the peak stands, None where it was not seen.
         refused: why there is no number, where there is none.
-        course: how the memory goes on the way, None where no shadow run saw it.
+        course: how the memory goes on the way, None where no dry run saw it.
     """
 
     basis: str
@@ -124,7 +124,7 @@ class Candidate:
             is still to be checked.
         parts: the two that it is made of, each as its id and its dose; empty where it is one.
         stronger: what its fix proposes in stronger doses, mildest first.
-        breaks: whether its shadow run failed where that of the unchanged cell did not.
+        breaks: whether its dry run failed where that of the unchanged cell did not.
         refuted: what a retry found that makes it wrong for this program, None where nothing was found.
     """
 

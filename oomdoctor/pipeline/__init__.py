@@ -7,6 +7,8 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 
 from __future__ import annotations
 
+from oomdoctor.pipeline.candidates import admitted as admitted
+from oomdoctor.pipeline.candidates import beyond_cure as beyond_cure
 from oomdoctor.pipeline.failure import accelerator_of as accelerator_of
 from oomdoctor.pipeline.failure import budget_of as budget_of
 from oomdoctor.pipeline.failure import by_message as by_message
@@ -21,8 +23,6 @@ from oomdoctor.pipeline.failure import record as record
 from oomdoctor.pipeline.failure import refused as refused
 from oomdoctor.pipeline.failure import simulated as simulated
 from oomdoctor.pipeline.failure import unpriced as unpriced
-from oomdoctor.pipeline.healing import admitted as admitted
-from oomdoctor.pipeline.healing import beyond_cure as beyond_cure
 from oomdoctor.pipeline.healing import heal as heal
 from oomdoctor.pipeline.telling import check_snapshot as check_snapshot
 from oomdoctor.pipeline.telling import explain as explain

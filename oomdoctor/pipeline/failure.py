@@ -188,18 +188,18 @@ def planning(
     """Begin to price the fixes while the user's process goes on. The failure's frames should be released by now.
 
     Args:
-        transaction: restores the start of the cell, in the process of a shadow run. Without one there is none: what
+        transaction: restores the start of the cell, in the process of a dry run. Without one there is none: what
             cannot be run again is priced by estimates alone.
         set_aside: bytes of the host's memory that something else will take, beside the copies of the transaction.
         at_most: bytes that tensors may take, where the user wants them to take less than there is.
         waits: whether the caller waits for the end of it.
-        unforecast: why there is no shadow run, where there is no time for any.
+        unforecast: why there is no dry run, where there is no time for any.
         without: ids of fixes that are left out.
     """
     from oomdoctor.forecast.planning import Planning
 
     if transaction is None:
-        time_budget_s, unforecast = 0.0, "what cannot be run again has no shadow run"
+        time_budget_s, unforecast = 0.0, "what cannot be run again has no dry run"
     if "torch" not in sys.modules:  # it is not loaded where memory has run out
         time_budget_s, unforecast = 0.0, _NO_TENSORS
     is_host = session.accelerator.name == "cpu"

@@ -15,13 +15,20 @@ from typing import Any, Final
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.absence import Refused
-from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind, State
+from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
-from oomdoctor.model.incident import Family
-from oomdoctor.model.plan import Candidate, Forecast, Plan, Trial
+from oomdoctor.model.plan import Candidate, Trial
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
+from oomdoctor.pipeline.candidates import (
+    admitted,
+    besides,
+    choices_of,
+    stronger_of,
+    was_seen_to_fit,
+    with_made,
+)
 from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
 from oomdoctor.pipeline.telling import rulebook
 from oomdoctor.retry import Choice, Transaction
@@ -62,7 +69,7 @@ async def heal(
     alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
     if alone or (lost and not anyway):
         return refused(case, alone or "; ".join(lost), anyway=alone is None), None
-    choices, unfit = _choices(case, session, chosen), dict[str, str]()
+    choices, unfit = choices_of(case, session, chosen), dict[str, str]()
     checks = Checks(
         evidence=case.evidence,
         session=session,
@@ -97,7 +104,7 @@ async def heal(
     made = next(filter(None, map(checks.candidates.get, outcome.fixes)), None)
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
-    return replace(case, plan=_with(case.plan, made).without(unfit), outcome=outcome), error
+    return replace(case, plan=with_made(case.plan, made).without(unfit), outcome=outcome), error
 
 
 def _with_losses(outcome: Outcome, error: BaseException | None, lost: Sequence[str]) -> Outcome:
@@ -144,7 +151,7 @@ class _Failures:
         """
         candidate = self.checks.candidates[choice.label]
         is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
-        if is_mildest and not _was_seen_to_fit(candidate):
+        if is_mildest and not was_seen_to_fit(candidate):
             return None  # it was too mild, for all that is known: a stronger dose is next
         seen = self._look(choice, error) if candidate.effect in _KEEP else None
         return None if seen is None else partial(self._planned, choice, candidate, *seen)
@@ -163,7 +170,7 @@ class _Failures:
         terms: dict[str, Any] = {"time_budget_s": self.plan_s, "is_hurried": True, "without": refuted}
         priced = plan(self.case, self.checks.session, self.checks.transaction, **terms)
         fresh = [one for one in admitted(priced, "exact") if one.label not in known]
-        choices = _choices(priced, self.checks.session, fresh)
+        choices = choices_of(priced, self.checks.session, fresh)
         known.update((choice.label, candidate) for candidate, choice in choices)
         return [choice for _, choice in choices]
 
@@ -201,8 +208,8 @@ class _Failures:
         priced = plan(found, changed, self.checks.transaction, time_budget_s=self.plan_s, is_hurried=True)
         more: list[Choice] = []
         fits = [one for one in admitted(priced, "exact") if one.fix not in candidate.answers_to and not one.parts]
-        for one in (dose for fit in fits[:_FOLLOWING] for dose in (fit, *_stronger(fit))[:_FOLLOWING]):
-            both = _besides(candidate, one)
+        for one in (dose for fit in fits[:_FOLLOWING] for dose in (fit, *stronger_of(fit))[:_FOLLOWING]):
+            both = besides(candidate, one)
             _, attempt = attempt_with(fixes.get(one.fix), one.dose, changed, found.evidence)
             if isinstance(attempt, Refused):
                 continue
@@ -213,8 +220,8 @@ class _Failures:
 
 
 def _weakest(candidate: Candidate) -> list[str]:
-    """Return the fixes of a candidate that promise least."""
-    made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
+    """Return the fixes of a candidate that promise least, of those that a trial shows anything of."""
+    made_of = [fix for fix in (fixes.get(fix) for fix, _ in candidate.made_of) if fix.is_tried]
     least = max((fix.effect for fix in made_of), key=[*Effect].index)
     return [fix.id for fix in made_of if fix.effect is least]
 
@@ -225,111 +232,6 @@ def _with_lines(traceback: TracebackType | None, line_of: Callable[[str, int], i
         return None
     line = line_of(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
     return TracebackType(_with_lines(traceback.tb_next, line_of), traceback.tb_frame, traceback.tb_lasti, line)
-
-
-def _besides(first: Candidate, second: Candidate) -> Candidate:
-    """Return two changes as one, the second of which was planned for the program with the first."""
-    return replace(
-        second,
-        fix=f"{first.fix} + {second.fix}",
-        title=f"{first.title}; {second.title[:1].lower()}{second.title[1:]}",
-        dose=Dose((*first.dose.values, *second.dose.values)),
-        effect=max(first.effect, second.effect, key=[*Effect].index),
-        is_tried=first.is_tried or second.is_tried,
-        parts=(*first.made_of, *second.made_of),
-        stronger=(),
-    )
-
-
-def _choices(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Choice]]:
-    """Return what may be tried: each candidate with its stronger doses after it, those first that were seen to fit.
-
-    A stronger dose has no forecast, so the stronger doses of these come after the last of them.
-    """
-    from oomdoctor.forecast.attempts import attempt_with_all
-
-    fitting = [candidate for candidate in chosen if _was_seen_to_fit(candidate)]
-    others = [candidate for candidate in chosen if candidate not in fitting]
-    made = [*fitting, *(dose for one in fitting for dose in _stronger(one))]
-    made += [dose for one in others for dose in (one, *_stronger(one))]
-    choices = []
-    for candidate in made:
-        parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
-        patch, attempt = attempt_with_all(parts, session, case.evidence)
-        if not isinstance(attempt, Refused):
-            choice = Choice(fix=candidate.fix, label=candidate.label, attempt=attempt)
-            choices.append((replace(candidate, patch=patch), choice))
-    return choices
-
-
-def _stronger(candidate: Candidate) -> list[Candidate]:
-    """Return the candidate in every other of its stronger doses; two fixes together have none."""
-    steps = [one for at, one in enumerate(candidate.stronger, 1) if at % 2 == 0 or at == len(candidate.stronger)]
-    unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-    return [replace(candidate, dose=one.dose, caveat=one.caveat, forecast=unpriced) for one in steps]
-
-
-def _with(plan: Plan, made: Candidate | None) -> Plan:
-    """Return the plan with ``made`` in the place of the milder dose of the same fix."""
-    if made is None:
-        return plan
-    if all(made.fix != one.fix for one in plan.candidates):
-        return replace(plan, candidates=(made, *plan.candidates))
-    return replace(plan, candidates=tuple(made if one.fix == made.fix else one for one in plan.candidates))
-
-
-def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
-    """Return the candidates that an automatic retry may use under this setting: those seen to fit, the others.
-
-    What other processes hold comes and goes: beside them, a shadow run of the change must fit. What broke in its shadow
-    run, where the unchanged cell did not, is left to the user.
-    """
-    if beyond_cure(case) is not None:
-        return ()
-    must_fit = _is_held_by_others(case)
-    effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
-    found = [
-        candidate
-        for candidate in case.plan.candidates
-        if auto != "off"
-        and candidate.effect in effects
-        and candidate.forecast.fits is not False
-        and not candidate.breaks
-        and candidate.refuted is None
-        and (_was_seen_to_fit(candidate) or not must_fit)
-        and not any(fixes.get(fix).asks for fix, _ in candidate.made_of)
-    ]
-    return tuple(sorted(found, key=_was_seen_to_fit, reverse=True))
-
-
-def beyond_cure(case: Case) -> str | None:
-    """Return why no change of the cell cures this failure, None where one may. It is not retried by itself then."""
-    incident = case.incident
-    why = _BEYOND_CURE.get(incident.format or "") or _BEYOND_CURE.get(incident.family)
-    if why is not None:
-        return why
-    if _is_held_by_others(case) and not any(_was_seen_to_fit(one) for one in case.plan.candidates):
-        return "other processes hold the device, and no change was forecast to fit into what they leave"
-    return None
-
-
-_BEYOND_CURE: Final[dict[str, str]] = {
-    "onednn_create": "oneDNN makes no new primitive in this thread any more, until the kernel is restarted",
-    Family.CUDA_INIT: "there was no room for this process on the device at all, which no change of the cell makes",
-    Family.WORKER_KILLED: "a worker process died, and no change of the cell is known to have kept it alive",
-    Family.RANK_KILLED: "another process was killed, and no change of the cell brings it back",
-    Family.KERNEL_KILLED: "a kernel was killed, and no change of the cell brings it back",
-}
-
-
-def _is_held_by_others(case: Case) -> bool:
-    """Return whether the likeliest cause is that other processes hold the device."""
-    return bool(case.findings) and case.findings[0].cause is Cause.OTHER_PROCESS
-
-
-def _was_seen_to_fit(candidate: Candidate) -> bool:
-    """Return whether a shadow run fits: an estimate goes by what the cell held, and it may have only begun."""
-    return candidate.forecast.fits is True and candidate.forecast.course is not None
 
 
 def _device_fault(error: BaseException) -> str | None:
@@ -411,12 +313,16 @@ class Checks:
 
     def _ways(self, candidate: Candidate, choice: Choice) -> dict[Dose, tuple[Patch | Refused, Attempt]]:
         """Return how the change can be written, as it was planned first."""
-        from oomdoctor.forecast.attempts import attempt_with
+        from oomdoctor.forecast.attempts import attempt_with_all
 
         ways = {Dose(): (candidate.patch, choice.attempt)}
-        for way in () if candidate.parts else fixes.get(candidate.fix).ways:
-            fix, dose = fixes.get(candidate.fix), fixes.get(candidate.fix).without_way(candidate.dose) | way
-            patch, attempt = attempt_with(fix, dose, self.session, self.evidence)
+        parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
+        tried = [at for at, (fix, _) in enumerate(parts) if fix.is_tried]
+        for way in parts[tried[0]][0].ways if len(tried) == 1 else ():
+            written = [
+                (fix, fix.without_way(dose) | way if at in tried else dose) for at, (fix, dose) in enumerate(parts)
+            ]
+            patch, attempt = attempt_with_all(written, self.session, self.evidence)
             if isinstance(attempt, Attempt) and (patch, attempt) not in ways.values():
                 ways[way] = patch, attempt
         return ways

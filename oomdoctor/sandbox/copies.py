@@ -194,7 +194,7 @@ def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, 
             writer.send_bytes(pickle.dumps(message))
         writer.send_bytes(pickle.dumps(_End(None)))
     except BaseException as error:  # noqa: BLE001  nothing may leave this process but by its pipe
-        writer.send_bytes(pickle.dumps(_End(f"the shadow process failed with {one_sentence(error)}")))
+        writer.send_bytes(pickle.dumps(_End(f"the dry run failed with {one_sentence(error)}")))
     finally:
         os._exit(0)
 
@@ -216,7 +216,7 @@ def _end_by(status: int) -> str:
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
         ended = f"the cell ends its process, with status {code}"
-        return ended if code else "the shadow process ended without an answer"
+        return ended if code else "the dry run ended without an answer"
     name = signal.Signals(os.WTERMSIG(status)).name
     hint = ", perhaps on writing to memory that is shared with other processes" if name == "SIGSEGV" else ""
-    return f"the shadow process was ended by {name}{hint}"
+    return f"the dry run was ended by {name}{hint}"

@@ -1,4 +1,4 @@
-"""The walls around a shadow process: it computes, and nothing that it does reaches the world.
+"""The walls around a dry run: it computes, and nothing that it does reaches the world.
 
 What was open is severed when the process is forked (see ``fork``). Two layers come on top, each for what the other
 cannot see: Landlock, where the kernel has it, refuses writes, connections and signals of compiled code as well; an
@@ -25,7 +25,7 @@ from typing import Any, Final
 
 
 class Blocked(PermissionError):
-    """Something that a shadow run must not do."""
+    """Something that a dry run must not do."""
 
 
 def raise_limits() -> None:

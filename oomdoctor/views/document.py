@@ -208,7 +208,7 @@ class Timeline:
 
     @classmethod
     def of(cls, course: Course | None, budget: int | None = None) -> Timeline | None:
-        """Return the timeline of ``course``, None where no shadow run saw one.
+        """Return the timeline of ``course``, None where no dry run saw one.
 
         Args:
             budget: bytes that there are, where the timeline is to be held against them.

@@ -57,7 +57,7 @@ def made(example: str, *, anywhere: bool = False) -> dict[str, Made]:
         evidence = replace(evidence, code=replace(evidence.code, float32_only=()))
     for fix in fixes.catalogue().values():
         proposals = fix.propose(failure.incident, evidence)
-        if isinstance(proposals, Refused):
+        if isinstance(proposals, Refused) or (fix.allocates and not proposals[0].saves):
             continue
         patch = fix.patch(failure.cells, evidence, proposals[0].dose)
         if isinstance(patch, Patch):

@@ -298,7 +298,7 @@ def test_a_forecast_counts_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = register_optimizer_step_pre_hook(lambda *args: steps.append(args))
     try:
         with monkeypatch.context() as forecast:
-            forecast.setattr(_forward, "is_shadow_run", lambda: True)
+            forecast.setattr(_forward, "is_dry_run", lambda: True)
             with guard(live.session(), BF16):
                 nn.Linear(2, 2).to(torch.bfloat16)
         assert not steps

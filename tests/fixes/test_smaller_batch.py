@@ -594,7 +594,7 @@ CHANGING = (
 
 def case_with(fix_id: str) -> Case:
     fix = get(fix_id)
-    forecast = Forecast(basis="shadow run", budget=2, peak=1)
+    forecast = Forecast(basis="dry run", budget=2, peak=1)
     given = {"fix": fix_id, "title": fix.title, "dose": Dose(), "effect": fix.effect, "forecast": forecast}
     offered = Candidate(**given, patch=Refused("not asked for"), applies_live=True)
     plan = Plan(unchanged=forecast, candidates=(offered,))

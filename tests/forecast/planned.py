@@ -70,7 +70,7 @@ def fix(
     (count,) = {len(texts) for texts in change.values()}
     thought = saves or [(30 * (dose + 1)) * MIB for dose in range(count)]
 
-    # Called in the process that shadows are forked from, where loops of the users' functions are cut: none here.
+    # Called in the process that dry runs are forked from, where loops of the users' functions are cut: none here.
     proposals = tuple(
         Proposal(dose=Dose.of(strength=dose), effect=effect, saves=thought[dose], slowdown=slowdown, basis="a guess")
         for dose in range(count)

@@ -25,10 +25,10 @@ class Prices:
 
     def one(self, size: int) -> Forecast:
         if size in self.refused:
-            return Forecast(basis="shadow run", budget=BUDGET, refused="no")
+            return Forecast(basis="dry run", budget=BUDGET, refused="no")
         held = min(size, self.samples)
         course = Course(flops=float(held))
-        return Forecast(basis="shadow run", budget=BUDGET, peak=self.peak(held), slowdown=3.0, course=course)
+        return Forecast(basis="dry run", budget=BUDGET, peak=self.peak(held), slowdown=3.0, course=course)
 
     def search(self, now: int, rounds: int = 1000) -> LargestBatch:
         return largest(now, self.one(now), self, has_time=lambda: len(self.rounds) < rounds)

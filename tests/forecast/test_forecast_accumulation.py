@@ -81,9 +81,9 @@ from forecast_lab import nothing, session
 from oomdoctor.forecast.dry_runs import DryRuns
 from oomdoctor.model.session import Attempt
 
-def work(shadows):
-    shadows.begin(None, Attempt(source="x = torch.randn(9, requires_grad=True)\\n(x * x).sum().backward()"))
-    yield shadows.next()[1].forecast.refused
+def work(dry_runs):
+    dry_runs.begin(None, Attempt(source="x = torch.randn(9, requires_grad=True)\\n(x * x).sum().backward()"))
+    yield dry_runs.next()[1].forecast.refused
 
 assert "oomdoctor.forecast.dry_run" not in sys.modules
 runs = DryRuns(session({{"torch": torch}}, ""), nothing, budget=None, timeout_s=60)

@@ -59,7 +59,7 @@ def test_the_start_is_what_lies_there_and_the_rest_is_followed():
     printed = run("""
 looks = "assert model[0].weight.is_cuda and model[0].weight.grad.is_cuda and not loader.dataset[0][0].is_cuda"
 found = forecast(ns, looks)
-assert (found.refused, found.basis) == (None, "shadow run"), found.refused
+assert (found.refused, found.basis) == (None, "dry run"), found.refused
 assert held <= found.peak <= held + 512 * (len(begin) + 1), (held, found.peak)
 trained = forecast(ns, cell)
 assert trained.refused is None, trained.refused

@@ -13,7 +13,7 @@ from oomdoctor.model.session import Attempt
 from oomdoctor.model.sizes import MIB
 from oomdoctor.sandbox.card import Card, cublas_workspace_bytes
 
-ON_CUDA = "shadow run, as on cuda"
+ON_CUDA = "dry run, as on cuda"
 WORKSPACE = cublas_workspace_bytes((8, 0))
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
@@ -68,7 +68,7 @@ def test_a_cell_that_asks_in_vain_is_run_as_on_the_device():
 )
 def test_a_cell_that_can_do_without_is_run_as_here(cell):
     found = forecast({"torch": torch}, cell)
-    assert (found.refused, found.basis) == (None, "shadow run")
+    assert (found.refused, found.basis) == (None, "dry run")
     assert found.peak >= MIB
 
 

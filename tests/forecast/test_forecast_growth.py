@@ -1,4 +1,4 @@
-"""Loops in which every iteration keeps something: the iterations that a shadow run leaves out count, to the last."""
+"""Loops in which every iteration keeps something: the iterations that a dry run leaves out count, to the last."""
 
 import collections
 import copy

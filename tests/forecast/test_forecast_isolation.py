@@ -1,4 +1,4 @@
-"""Whatever the shadowed cell does, the process that asked stays as it was."""
+"""Whatever the cell does, the process that asked stays as it was."""
 
 import contextlib
 import errno
@@ -123,7 +123,7 @@ def test_one_that_hangs_does_not_take_the_others_with_it():
 
 
 def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatch):
-    # An optimizer that another test left could step yet, for all that a shadow run knows.
+    # An optimizer that another test left could step yet, for all that a dry run knows.
     def alive_but_optimizers():
         found = roles.Alive()
         found.optimizers.clear()
@@ -254,7 +254,7 @@ def test_other_processes_get_no_signal():
     ("cell", "signal_name"),
     [("os._exit(3)", "the cell ends its process, with status 3"), ("ctypes.string_at(0)", "SIGSEGV")],
 )
-def test_a_shadow_that_dies_is_an_answer(cell, signal_name):
+def test_a_dry_run_that_dies_is_an_answer(cell, signal_name):
     assert signal_name in forecast({}, f"import os, ctypes\n{cell}").refused
 
 
@@ -322,7 +322,7 @@ print(sorted(set(sys.modules) - before))
     assert done.stdout.strip() == "[]"
 
 
-def test_an_interrupt_ends_the_shadows_and_goes_on():
+def test_an_interrupt_ends_the_dry_runs_and_goes_on():
     main = threading.main_thread().ident
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
     forecast({}, "pass")
@@ -375,7 +375,7 @@ def test_a_forked_copy_that_crashes_at_once_is_an_answer(monkeypatch):
         os.kill(os.getpid(), signal.SIGTRAP)  # of which faulthandler says nothing
 
     monkeypatch.setattr(walls, "raise_limits", crash)
-    assert forecast({}, "pass").refused == "the shadow process was ended by SIGTRAP"
+    assert forecast({}, "pass").refused == "the dry run was ended by SIGTRAP"
 
 
 def test_cuda_in_use_is_refused(monkeypatch):

@@ -1,4 +1,4 @@
-"""The forecast inside a real kernel, whose threads and sockets the shadow inherits."""
+"""The forecast inside a real kernel, whose threads and sockets the dry run inherits."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_a_cell_full_of_output_says_nothing_and_the_kernel_goes_on(kernel):
     reply, said = _run(kernel, "print(ask(TRAIN).refused, 'bar' in globals(), ask('1 / 0').refused)")
     assert reply["status"] == "ok", reply
     (stream,) = said
-    assert "None False the shadow run of the cell stopped at line 1 with ZeroDivisionError" in stream[1]
+    assert "None False the dry run of the cell stopped at line 1 with ZeroDivisionError" in stream[1]
 
 
 def test_the_kernel_answers_after_a_forecast_that_was_interrupted(kernel):

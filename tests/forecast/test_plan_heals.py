@@ -28,7 +28,7 @@ def test_the_first_retry_heals_with_a_dose_no_more_than_a_step_too_strong():
         assert isinstance(ready, Ready), ready
         best = ready.case.plan.candidates[0]
         assert best.forecast.verdict is Verdict.FITS
-        assert best.forecast.basis == "shadow run"
+        assert best.forecast.basis == "dry run"
         result = healed(ready, "exact")
         assert (result["kind"], result["attempts"], result["fixes"]) == ("healed", 1, [best.label])
         assert steps_off(ready, best) in (0, 1)
@@ -49,7 +49,7 @@ def test_what_was_seen_to_fit_is_tried_before_any_estimate_and_any_stronger_dose
     made = {name: shrinking(name, "first", of) for name, of in sizes.items()}
     monkeypatch.setattr(fixes, "get", made.__getitem__)
     estimate = Forecast(basis="a guess", budget=1 << 30, peak=1, error_ratio=0.3)
-    seen = replace(estimate, basis="shadow run", error_ratio=0.0, course=Course())
+    seen = replace(estimate, basis="dry run", error_ratio=0.0, course=Course())
     tried = []
 
     async def run(attempt):

@@ -1,4 +1,4 @@
-"""Iterations that a shadow leaves out are put back, few integers are drawn, and what is only a lower bound says so."""
+"""Iterations that a dry run leaves out are put back, few integers are drawn, and what is only a lower bound says so."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -109,7 +109,7 @@ def test_where_only_the_least_is_known_the_strongest_dose_is_offered_as_unknown(
     assert found.dose["strength"] == 5
 
 
-def test_where_no_shadow_run_tells_what_is_needed_the_dose_leaves_room_for_as_much_again():
+def test_where_no_dry_run_tells_what_is_needed_the_dose_leaves_room_for_as_much_again():
     # Twice as much is supposed as was held, or as there was; the estimate is taken to be off by a third.
     saves = [part * MIB for part in (20, 44, 52, 58, 62, 64)]
     change = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6], saves=saves)
@@ -144,10 +144,10 @@ MEASURED = replace(shrinking("measured", "first", [10]), is_measured=True)
 
 
 def asked(fixes, reading, **terms):
-    shadows = DryRuns(reading)
+    dry_runs = DryRuns(reading)
     given = (program(), INCIDENT, evidence(63 * MIB), fixes, 70 * MIB, frozenset(), 60.0)
-    list(Planner(*given, **terms).plans(shadows))
-    return shadows.asked
+    list(Planner(*given, **terms).plans(dry_runs))
+    return dry_runs.asked
 
 
 def test_before_a_retry_what_changes_the_results_waits_for_all_that_keeps_them():
@@ -159,10 +159,10 @@ def test_before_a_retry_what_changes_the_results_waits_for_all_that_keeps_them()
 @pytest.mark.parametrize(("slowdown", "basis"), [(2.5, "seen"), (1.2, "a guess")])
 def test_a_retry_waits_for_what_promises_much_less_time_than_what_was_seen_to_fit(slowdown, basis):
     slow = shrinking("slow", "second", [10], slowdown=slowdown)
-    shadows = DryRuns(Reading(forecast=Forecast(basis="seen", peak=62 * MIB, error_ratio=0.0)))
+    dry_runs = DryRuns(Reading(forecast=Forecast(basis="seen", peak=62 * MIB, error_ratio=0.0)))
     given = (program(), INCIDENT, evidence(63 * MIB), [slow, MEASURED], 70 * MIB, frozenset(), 60.0)
-    *_, plan = Planner(*given, is_hurried=True).plans(shadows)
-    assert shadows.asked == [None, (0, 0), (1, 0)]
+    *_, plan = Planner(*given, is_hurried=True).plans(dry_runs)
+    assert dry_runs.asked == [None, (0, 0), (1, 0)]
     assert {one.fix: one.forecast.basis for one in plan.candidates} == {"slow": "seen", "measured": basis}
 
 
@@ -182,7 +182,7 @@ class Unfit:
             raise OomDoctorError("too few rows for so many parts")
 
 
-def test_a_change_that_finds_itself_unfit_in_its_shadow_run_is_refused_in_its_words():
+def test_a_change_that_finds_itself_unfit_in_its_dry_run_is_refused_in_its_words():
     never = fix("never", {"# between": ["check(1)", "check(2)"]})
     found = plan([never], 70 * MIB, check=Unfit(0))
     assert found.candidates == ()
@@ -202,7 +202,7 @@ def test_doses_below_one_that_finds_itself_unfit_are_found():
     assert found.forecast.verdict is Verdict.FITS
 
 
-def test_what_broke_in_its_shadow_run_is_not_retried_by_itself():
+def test_what_broke_in_its_dry_run_is_not_retried_by_itself():
     breaking = fix("set_to_none", {"third = torch": ["third = missing"]})
     fitting = shrinking("micro_batch", "first", [4])
     made = plan([breaking, fitting], 70 * MIB)

@@ -54,10 +54,10 @@ SHRINKING = shrinking("shrink", "first", [36, 30, 24, 18, 12, 6])
 
 
 @pytest.mark.parametrize(("room", "dose"), [(92, 0), (84, 1), (72, 3), (62, 5)])
-def test_the_mildest_dose_that_fits_by_its_shadow_run_is_chosen(room, dose):
+def test_the_mildest_dose_that_fits_by_its_dry_run_is_chosen(room, dose):
     (found,) = plan([SHRINKING], room * MIB).candidates
     assert found.dose["strength"] == dose
-    assert found.forecast.basis == "shadow run"
+    assert found.forecast.basis == "dry run"
     assert found.forecast.verdict is Verdict.FITS
     assert abs(found.forecast.peak - (50 + 36 - 6 * dose) * MIB) < MIB
 
@@ -66,7 +66,7 @@ def test_where_no_dose_fits_the_strongest_is_told_with_its_forecast():
     (found,) = plan([SHRINKING], 40 * MIB).candidates
     assert found.dose["strength"] == 5
     assert found.forecast.verdict is Verdict.TOO_LARGE
-    assert found.forecast.basis == "shadow run"
+    assert found.forecast.basis == "dry run"
 
 
 def test_what_is_close_is_borderline_and_no_dose_to_stop_at():
@@ -96,8 +96,8 @@ def test_the_plan_is_told_as_it_comes_estimates_first():
     last = plan([SHRINKING, shrinking("other", "second", [4])], 70 * MIB)
     assert [one.forecast.basis for one in told[0].candidates] == ["a guess", "a guess"]
     assert told[-1] == last
-    assert {one.forecast.basis for one in last.candidates} == {"shadow run"}
-    assert len({sum(one.forecast.basis == "shadow run" for one in now.candidates) for now in told}) == 3
+    assert {one.forecast.basis for one in last.candidates} == {"dry run"}
+    assert len({sum(one.forecast.basis == "dry run" for one in now.candidates) for now in told}) == 3
 
 
 def test_out_of_time_the_price_is_an_estimate_that_says_so():
@@ -129,7 +129,7 @@ def test_an_estimate_that_could_not_fit_by_any_error_seen_comes_last():
     hopeless = fix("hopeless", {"1": ["1"]}, saves=[MIB])
     may_do = fix("may_do", {"1": ["1"]}, saves=[12 * MIB], effect=Effect.CHANGES_RESULT)
     told = list(plan([hopeless, may_do], 30 * MIB, make=Planning, waits=True).wait())
-    now = next(now for now in told if now.unchanged.basis == "shadow run")
+    now = next(now for now in told if now.unchanged.basis == "dry run")
     assert [one.fix for one in now.candidates] == ["may_do", "hopeless"]
 
 
@@ -142,7 +142,7 @@ def test_an_estimate_that_leaves_nothing_is_no_number_and_may_be_tried_all_the_s
     assert admitted(_case(found), "exact") == (one,)
 
 
-def test_a_shadow_run_that_saw_too_little_does_not_undercut_the_estimate():
+def test_a_dry_run_that_saw_too_little_does_not_undercut_the_estimate():
     found = plan([SHRINKING], 300 * MIB, allocated=400 * MIB)
     assert "memory grows" in found.unchanged.refused
     (one,) = found.candidates
@@ -168,7 +168,7 @@ def test_a_change_that_breaks_the_cell_in_one_way_is_written_in_the_next():
     assert (dict(one.dose.values), one.forecast.verdict) == ({"strength": 1}, Verdict.FITS)
 
 
-def test_what_fails_as_only_a_shadow_run_may_comes_last_and_is_left_to_the_user():
+def test_what_fails_as_only_a_dry_run_may_comes_last_and_is_left_to_the_user():
     breaking = fix("micro_batch", {"third = torch": ["raise OSError(9, 'closed'); third = torch"]})
     too_large = shrinking("weak", "first", [39], effect=Effect.CHANGES_RESULT)
     found = plan([breaking, too_large], 70 * MIB)
@@ -260,7 +260,7 @@ class Late:
         if key is not None and key[0] >= self._singles:
             return None
         peak = (90 if key is None else 80) * MIB
-        return key, Reading(forecast=Forecast(basis="shadow run", peak=peak))
+        return key, Reading(forecast=Forecast(basis="dry run", peak=peak))
 
 
 def test_two_are_offered_without_a_price_where_no_single_one_fits_and_time_is_over():
@@ -317,7 +317,7 @@ def test_a_loop_goes_on_while_it_listens():
 
     turns, plans = asyncio.run(listen())
     assert turns > 5
-    assert plans[-1].candidates[0].forecast.basis == "shadow run"
+    assert plans[-1].candidates[0].forecast.basis == "dry run"
 
 
 def test_a_plan_can_be_broken_off_and_keeps_what_it_knows():
@@ -349,7 +349,7 @@ def test_a_copy_that_is_killed_leaves_a_plan_of_estimates():
     os.kill(int(_children().split()[0]), 9)
     *_, last = planning.wait()
     assert [one.forecast.basis for one in last.candidates] == ["a guess"]
-    assert last.unchanged.refused == "the shadow process was ended by SIGKILL"
+    assert last.unchanged.refused == "the dry run was ended by SIGKILL"
 
 
 # Settings of the allocator ------------------------------------------------------------------------------------------

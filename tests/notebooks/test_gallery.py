@@ -166,7 +166,7 @@ def test_inference_is_healed_and_generation_planned(tmp_path: Path) -> None:
     peaks, plan, shape, case, same = run.asked
     evaluated, chunked = (re.sub(r"\(.*", "", fix) for fix, _, _ in peaks)
     assert evaluated == "no_grad_eval"
-    assert chunked in {"chunked_inference", "chunked_forward"}  # equally good: whose shadow run ends first
+    assert chunked in {"chunked_inference", "chunked_forward"}  # equally good: whose dry run ends first
     for _, unchanged, measured in peaks:
         assert measured < 48 << 20 < unchanged
     away = float(re.search(r"at most (\S+) from small batches", run.text("second"))[1])  # type: ignore[index]

@@ -66,7 +66,7 @@ def test_fix_applies_and_retries(ready: Kernel) -> None:
     assert case["outcome"]["state"] == "clean"
     chosen = case["fixes"][0]
     assert case["outcome"]["peak"] <= 128 << 20
-    assert chosen["forecast"]["basis"] == "shadow run"
+    assert chosen["forecast"]["basis"] == "dry run"
     assert abs(chosen["forecast"]["peak"] / case["outcome"]["peak"] - 1) < 0.05
 
 

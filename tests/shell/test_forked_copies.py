@@ -47,7 +47,7 @@ def test_a_batch_that_is_copied_in_parallel_is_forecast(kernel: Kernel) -> None:
     for cell in (LOADED, MODEL, "next(iter(loader))[0].clone()", TOO_LITTLE):
         kernel.run(cell, ok=True)
     failed(kernel, TRAIN.format(batches="loader"))
-    assert any(found["basis"] == "shadow run" and found["peak"] for found in forecasts(kernel)), forecasts(kernel)
+    assert any(found["basis"] == "dry run" and found["peak"] for found in forecasts(kernel)), forecasts(kernel)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_progress_bar_does_not_end_the_forecast(kernel: Kernel, module: str) -
     for cell in (LOADED, MODEL, f"from tqdm.{module} import tqdm\nfor _ in tqdm(range(2)): pass", TOO_LITTLE):
         kernel.run(cell, ok=True)
     failed(kernel, TRAIN.format(batches="tqdm(loader)"))
-    assert any(found["basis"] == "shadow run" and found["peak"] for found in forecasts(kernel)), forecasts(kernel)
+    assert any(found["basis"] == "dry run" and found["peak"] for found in forecasts(kernel)), forecasts(kernel)
 
 
 FRAMES = """\

@@ -75,7 +75,7 @@ def test_a_cell_is_forecast_and_not_run(ready: Kernel) -> None:
     (page,), plain = reply.data("text/html"), _shown(reply)
     for shown in (plain, re.sub(r"<[^>]*>", "", page)):
         assert f"Forecast of In[{reply.content['execution_count']}], made without running it" in shown
-        assert re.search(r"on cuda:0 \(simulated\): ✓ fits \(shadow run, ± \d+ %\)", " ".join(shown.split()))
+        assert re.search(r"on cuda:0 \(simulated\): ✓ fits \(dry run, ± \d+ %\)", " ".join(shown.split()))
         assert "H200 141 GB" in shown
         assert "there seem to be no more samples" in " ".join(shown.split())
         assert "How the memory goes" in shown
@@ -232,10 +232,8 @@ def test_a_cell_for_a_device_that_is_lacked_is_not_run(ready: Kernel) -> None:
 
 def test_a_cell_that_raises_has_no_forecast_and_is_not_run(ready: Kernel) -> None:
     reply = ready.run("%%memplan --run\nbound = 1\nraise ValueError('of the user')", ok=True)
-    assert "the shadow run of the cell stopped at line 2 with ValueError: of the user" in " ".join(
-        _shown(reply).split()
-    )
-    assert reply.stderr.startswith("oomdoctor: not run: it has no forecast: the shadow run of the cell stopped")
+    assert "the dry run of the cell stopped at line 2 with ValueError: of the user" in " ".join(_shown(reply).split())
+    assert reply.stderr.startswith("oomdoctor: not run: it has no forecast: the dry run of the cell stopped")
     assert ready.value("'bound' in globals()") is False
 
 

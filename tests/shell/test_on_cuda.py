@@ -164,7 +164,7 @@ def test_a_cell_is_diagnosed_healed_and_taken_back(card: Card, kernel: Kernel) -
     census = case["evidence"]["census"]
     assert census["accounted_ratio"] > 0.99
     assert census["roles"]["workspace"] > 0
-    assert [fix["forecast"]["basis"] for fix in case["fixes"]] == ["shadow run"] * len(case["fixes"])
+    assert [fix["forecast"]["basis"] for fix in case["fixes"]] == ["dry run"] * len(case["fixes"])
     healed = kernel.run("%oomdoctor retry", timeout=300, ok=True)
     assert of_oomdoctor(healed) == []
     outcome = kernel.value(LAST)["outcome"]
@@ -182,7 +182,7 @@ def test_a_cell_is_diagnosed_healed_and_taken_back(card: Card, kernel: Kernel) -
         return  # a plan of every kind of card, and not of each
     plan = kernel.run(f"%%memplan\n{TRAIN}", timeout=300, ok=True)
     assert of_oomdoctor(plan) == []
-    assert "shadow run" in plan.text
+    assert "dry run" in plan.text
 
 
 @pytest.mark.timeout(600)
@@ -199,6 +199,33 @@ def test_what_a_trial_in_host_memory_refutes_is_not_made() -> None:
         assert (outcome["kind"], outcome["state"]) == ("refused", "restored")
         assert "does not keep the results" in outcome["why"]
         assert kernel.value(DIGEST) == before
+    finally:
+        kernel.stop()
+
+
+PIECES = "import torch\n" + "".join(
+    f"passing = torch.zeros({30 + 2 * step} << 18, device='cuda')\ndel passing\n"
+    f"kept_{step} = torch.ones(2 << 18, device='cuda')\n"
+    for step in range(5)
+)
+"""A piece of 2 MiB is kept in the first segment of 30 MiB, so that what passes, 38 MiB in the end, needs another."""
+
+
+@pytest.mark.timeout(300)
+def test_a_cell_that_leaves_the_pool_in_pieces_is_healed_by_segments_that_expand() -> None:
+    kernel = Kernel(Card(cc="8.0", sms=108, free=64).env, start=kernel_forks.started)
+    try:
+        kernel.run(FEW.replace('"micro_batch", "chunked_forward"', '"expandable_segments",'), ok=True)
+        kernel.run("import torch", ok=True)
+        kernel.run(PIECES, ok=False)
+        kernel.run("%oomdoctor retry", timeout=150, ok=True)
+        case = kernel.value(LAST)
+        assert (case["outcome"]["kind"], case["outcome"]["state"]) == ("healed", "clean")
+        assert "dry run" in case["fixes"][0]["forecast"]["basis"]
+        assert kernel.value("float(sum(kept.sum() for kept in (kept_0, kept_1, kept_2, kept_3, kept_4)))") == 5 << 19
+        kernel.run("%oomdoctor undo", ok=True)
+        assert kernel.value("[name for name in globals() if name.startswith('kept')]") == []
+        assert kernel.value("torch.cuda.memory_allocated()") == 0
     finally:
         kernel.stop()
 

@@ -60,7 +60,7 @@ def test_the_diagnosis_comes_first_and_the_forecasts_fill_in(page: Frontend, sta
     assert PENDING in shown(page), "the cell has answered before the forecasts are there"
     assert not page.has("Retry with 1")
     page.take_until(lambda: priced(page))
-    assert "shadow run" in shown(page)
+    assert "dry run" in shown(page)
     assert "%oomdoctor fix 1" in shown(page)
     fixes = started.value(LAST)["fixes"]
     assert fixes[0]["forecast"]["fits"]

@@ -82,7 +82,7 @@ def test_in_a_kernel_no_thread_is_begun_by_a_failure(kernel: Kernel) -> None:
     assert kernel.value(f"{writer}.is_alive()")
     failed = kernel.run("kept = [model(torch.ones(4096, 64)) for _ in range(100)]", ok=False)
     assert "Out of memory, case 1" in failed.text
-    assert "shadow run, " in failed.text, "this process was forked"
+    assert "dry run, " in failed.text, "this process was forked"
     assert kernel.value(f"{writer} is not None and {writer}.is_alive()")
 
 

@@ -45,7 +45,7 @@ DURING: Final = {
     "apply": "oomdoctor.retry.transaction.Transaction.armed",
     "run": "oomdoctor.shell.extension.Extension.run_source",
     "verify": "oomdoctor.retry.heal._peak",
-    "commit": "oomdoctor.pipeline.healing._with",
+    "commit": "oomdoctor.pipeline.healing.with_made",
 }
 AFTER: Final = {"display": "oomdoctor.views.notice_bundle"}
 CELLS: Final = cells_of("mlp", "AdamW")

@@ -348,7 +348,7 @@ def test_what_ran_out_of_memory_is_not_tried_again_unless_it_is_named(shell: Int
 def test_the_mildest_dose_that_fits_with_its_margin_is_taken(dosing: Kernel) -> None:
     for cell in (*SMALL, "%oomdoctor simulate 11MiB", TRAIN):
         dosing.run(cell, ok=True)
-    assert dosing.value(ENDED) == ["healed", ["micro_batch(parts=4)"], 1, "shadow run"]
+    assert dosing.value(ENDED) == ["healed", ["micro_batch(parts=4)"], 1, "dry run"]
     assert dosing.value(f"{CASE}.plan.candidates[0].forecast.fits") is True
     milder = dosing.value(f"{CASE}.plan.candidates[0].patch.edits[-1].after").replace("4", "2")
     dosing.run("%oomdoctor undo", ok=True)

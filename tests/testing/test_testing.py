@@ -26,7 +26,7 @@ def test_each_fix_heals_the_same_program(fix: str) -> None:
     case = assert_heals(fix, MODEL, DATA, TRAIN, budget=BUDGET, namespace=namespace)
     assert len(namespace["losses"]) == 4
     forecast = next(c.forecast for c in case.plan.candidates if c.fix == fix)
-    assert forecast.basis == "shadow run"
+    assert forecast.basis == "dry run"
     assert case.outcome.peak is not None
     assert abs(forecast.peak / case.outcome.peak - 1) < 0.05
 

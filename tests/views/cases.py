@@ -150,7 +150,7 @@ def incident(**changes: object) -> Incident:
 
 def forecast(peak: float | None, *, reserved: float | None = None, **changes: object) -> Forecast:
     fields = {
-        "basis": "shadow run",
+        "basis": "dry run",
         "budget": BUDGET,
         "peak": None if peak is None else _gib(peak),
         "reserved": None if reserved is None else _gib(reserved),
@@ -349,7 +349,7 @@ COURSE = Course(
 
 
 def nothing_fits() -> Case:
-    """A shadow run saw the cell, and no change makes it fit."""
+    """A dry run saw the cell, and no change makes it fit."""
     unchanged = replace(PLAN.unchanged, course=COURSE)
     large = tuple(replace(one, forecast=forecast(8.9, reserved=9.1)) for one in (MICRO_BATCH, AUTOCAST))
     return offered(plan=replace(PLAN, unchanged=unchanged, candidates=large))

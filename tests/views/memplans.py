@@ -42,7 +42,7 @@ def forecast(
     budget: int | None = 8 * GIB, *, peak: int = 9 * GIB + 64 * MIB, course: Course | None = COURSE
 ) -> Forecast:
     return Forecast(
-        basis="shadow run",
+        basis="dry run",
         budget=budget,
         peak=peak,
         reserved=peak + 128 * MIB,
@@ -103,8 +103,8 @@ def no_batch_fits() -> MemPlan:
 
 def refused() -> MemPlan:
     """There is no forecast, but an estimate of the least that it needs."""
-    why = f"the shadow run of the cell stopped at line 2 with {HOSTILE}"
-    found = Forecast(basis="shadow run", budget=8 * GIB, refused=why)
+    why = f"the dry run of the cell stopped at line 2 with {HOSTILE}"
+    found = Forecast(basis="dry run", budget=8 * GIB, refused=why)
     basis = "analytic estimate: what is held now, gradients and optimizer state; activations are not counted"
     least = Forecast(basis=basis, budget=8 * GIB, peak=20 * GIB, refused=why)
     return MemPlan(
@@ -119,7 +119,7 @@ def refused() -> MemPlan:
 
 def nowhere() -> MemPlan:
     """It asks for a device that this machine lacks."""
-    found = replace(forecast(None), basis="shadow run, as on cuda")
+    found = replace(forecast(None), basis="dry run, as on cuda")
     return MemPlan(
         cell=CELL,
         here=Fit(

@@ -161,7 +161,7 @@ def test_each_unavailable_value_is_named_once_with_its_reason() -> None:
 
 def test_estimates_are_marked_and_their_basis_is_named() -> None:
     micro_batch, checkpoint, autocast, shard = fix_rows(cases.PLAN)
-    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.60 GiB → ≈ 5.90 GiB", "shadow run, ± 3 %")
+    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.60 GiB → ≈ 5.90 GiB", "dry run, ± 3 %")
     assert (micro_batch.slowdown, micro_batch.verdict_text) == ("≈ ×1.07", "✓ fits")  # noqa: RUF001
     assert (checkpoint.verdict, checkpoint.quantity) == (Verdict.BORDERLINE, "reserved")
     assert (autocast.verdict, autocast.quantity) == (Verdict.TOO_LARGE, "reserved, ≈ 7.20 GiB in tensors")
@@ -201,7 +201,7 @@ def test_what_the_unchanged_cell_needs_is_what_its_verdict_goes_by() -> None:
     priced = prices(Plan(unchanged=cases.forecast(7.0, reserved=8.2)))
     assert priced.unchanged == (
         "Unchanged, this cell needs ≈ 8.20 GiB (reserved) of 8.00 GiB: ✗ too large, ≈ 7.00 GiB in tensors "
-        "(shadow run, ± 3 %)."
+        "(dry run, ± 3 %)."
     )
 
 
@@ -300,14 +300,12 @@ def test_the_basis_of_a_forecast_is_told_to_its_end() -> None:
 
 def test_a_cell_that_fits_needs_no_change() -> None:
     priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
-    assert (
-        priced.unchanged == "Unchanged, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (shadow run, ± 3 %)."
-    )
+    assert priced.unchanged == "Unchanged, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
     assert priced.unfixed == "No change is needed."
     assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
 
 
-@pytest.mark.parametrize(("peak", "seen"), [(0.0, ""), (5.0, " (≈ 5.00 GiB was found: shadow run, ± 3 %)")])
+@pytest.mark.parametrize(("peak", "seen"), [(0.0, ""), (5.0, " (≈ 5.00 GiB was found: dry run, ± 3 %)")])
 def test_a_failure_without_a_size_is_not_said_to_fit(peak: float, seen: str) -> None:
     plan = Plan(unchanged=cases.forecast(peak, reserved=peak))
     priced = prices(plan, cases.incident(requested=None))
@@ -346,7 +344,7 @@ def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
 def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
     facts = dict(aftermath(cases.healed()).facts)
     assert facts["Peak"] == (
-        "forecast ≈ 5.62 GiB in tensors (shadow run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
+        "forecast ≈ 5.62 GiB in tensors (dry run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
         "forecast 1.3 % too high; budget 8.00 GiB"
     )
     assert facts["Keep it"].startswith("`%oomdoctor diff 1`")
