@@ -190,11 +190,15 @@ class _Planner:
         )
         kind = kind_of_batch(inner, names, split.functions)
         shape = Shape.ROWS if kind == "tensors" else Shape.BATCH
-        samples.names.update({name: Value(shape=shape, entries=name) for name in names})
+        rows = (name for name in names if name not in samples.scalars)
+        samples.names.update({name: Value(shape=shape, entries=name) for name in rows})
         forms = dict[int, Value]()
         for unit in inner:
             if id(unit) in self._backwards:
-                forms[id(unit)] = _WEIGHED.get(weigh) or samples.value(self._backwards[id(unit)])
+                loss = samples.value(self._backwards[id(unit)])
+                if loss.is_mixed:  # a trial sees nothing of it where one of them counts only later on
+                    raise Unfit("the loss adds a mean over the samples and a sum over them")
+                forms[id(unit)] = _WEIGHED.get(weigh) or loss
             else:
                 samples.follow(unit)
         for_each = [unit for unit in inner if places[id(unit)] == "inner" and id(unit) not in self._backwards]

@@ -95,6 +95,7 @@ class Value:
             was given by name.
         is_number: of a scalar: one of Python's, and no tensor.
         entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
+        is_mixed: of a scalar: a mean added to a sum, so that parts of neither kind add up to it.
     """
 
     shape: Shape
@@ -103,6 +104,7 @@ class Value:
     labels: str | None = None
     is_number: bool = False
     entries: str | None = None
+    is_mixed: bool = False
 
 
 _PLAIN: Final = Value(shape=Shape.PLAIN)
@@ -282,7 +284,9 @@ class Samples:
             return _MEAN
         scalars = [value for value in (left, right) if value.shape in SCALARS]
         if len(scalars) == 2 and Shape.ROWS not in (left.shape, right.shape):
-            return min(scalars, key=lambda value: value.shape is Shape.SUM)
+            is_mixed = left.shape is not right.shape and isinstance(node.op, ast.Add | ast.Sub)
+            is_mixed = is_mixed or left.is_mixed or right.is_mixed
+            return replace(min(scalars, key=lambda value: value.shape is Shape.SUM), is_mixed=is_mixed)
         return scalars[0] if scalars and Shape.ROWS not in (left.shape, right.shape) else _ROWS
 
 

@@ -6,8 +6,8 @@ change. What that is worth, alone and beside other changes, the traces of dry ru
 Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
 has no function for that the change is advice. The allocator parses its settings as a whole and forgets those that are
 not said again, so the others in force are said again each time. In the source it is the environment variable, in the
-first cell that imports torch, before the import, or where none does by name, before what is first imported from
-outside of Python's own library: there it holds for the whole notebook from its next start on.
+cell that first imports anything from outside of Python's own library, before that, as it may bring torch: there it
+holds for the whole notebook from its next start on.
 
 ``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open for as long
 as it lives; a loop that keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors
@@ -56,6 +56,7 @@ from oomdoctor.objects.kinds import members_of, mro_of, plain_dict
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.magics import parsed as tree_of
 from oomdoctor.program.names import call_name, imports_in, own_nodes
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -64,7 +65,6 @@ _HONOURED: Final = (2, 11)
 _SMALL: Final = 2 << 20
 """Requests are served from the pool of small blocks up to 1 MiB, whose segments of 2 MiB a message prints."""
 _SETS: Final = re.compile(r"PYTORCH_\w*ALLOC_CONF|expandable_segments")
-_TORCH: Final = frozenset({"torch", "lightning", "transformers", "fastai", "accelerate", "timm"})
 _OPTION: Final = "expandable_segments"
 
 _FUTURE: Final = re.compile(r"\s*from __future__\b")
@@ -189,16 +189,16 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     if any(_SETS.search(cell.source) for cell in cells.history):
         raise Unfit("a cell makes settings of the allocator already")
     history = cells.beside(cells.failing).history
-    by_kind = (next((cell for cell in history if imports(cell.source)), None) for imports in (_imports_torch, _imports))
-    first = need(
-        next(filter(None, by_kind), None), "no cell imports what may bring torch: it has to be set before that"
-    )
+    first = next((cell for cell in history if _imports(cell.source)), None)
+    first = need(first, "no cell imports what may bring torch: it has to be set before that")
+    if any(_binds_os(cell.source) for cell in history):
+        raise Unfit("`os` stands for something else than the module in one of the cells")
     cell = [one for one in cells.history if one.source == first.source][-1]
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
     body = list(parsed.module.body)
     imports = [i for i, node in enumerate(body) if rewriting.is_import(node) and not _FUTURE.match(parsed.code(node))]
-    by_torch = (i for imports_it in (_imports_torch, _imports) for i in imports if imports_it(parsed.code(body[i])))
-    at = need(next(by_torch, None), f"torch is imported under a condition in {cell}")
+    at = next((i for i in imports if _imports(parsed.code(body[i]))), None)
+    at = need(at, f"what may bring torch is imported under a condition in {cell}")
     has_os = any(("os", "os") in imports_in(parsed.code(body[i])) for i in imports if i < at)
     start = at if has_os else imports[0]
     new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
@@ -211,8 +211,10 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
 
 
-def _imports_torch(source: str) -> bool:
-    return any(home.partition(".")[0] in _TORCH for _, home in imports_in(source))
+def _binds_os(source: str) -> bool:
+    """Return whether a cell binds the name other than by an import, or deletes it."""
+    names = (node for node in ast.walk(tree_of(source) or ast.Module([], [])) if isinstance(node, ast.Name))
+    return any(node.id == "os" and not isinstance(node.ctx, ast.Load) for node in names)
 
 
 def _imports(source: str) -> bool:

@@ -106,10 +106,10 @@ class Growth:
 
     def _grow(self, cut: Cut) -> None:
         """Put in what the iterations that are left keep."""
-        names, passing, piled = self._kept_from(cut.begin, cut.end)
-        if cut.turns > 2:  # what is let go of in every other iteration alone is not piled up
-            _, _, in_two = self._kept_from(cut.earlier, cut.end)
-            piled = {size: count for size, count in piled.items() if size in in_two}
+        # Some is let go of in every other iteration alone, such as what ``enumerate`` holds.
+        span = 2 if cut.turns > 2 else 1
+        names, passing, piled = self._kept_from(cut.begin if span == 1 else cut.earlier, cut.end)
+        piled = {size: -(-count // span) for size, count in piled.items()}
         if piled and cut.left is None:
             self.endless = max(self.endless, sum(size * count for size, count in piled.items()))
         elif piled and cut.left is not None:

@@ -16,10 +16,12 @@ from typing import Any, Final
 
 from oomdoctor.errors import StateError
 from oomdoctor.objects.containers import (
+    _COPIED_KINDS,
     GONE,
     LIGHT_BYTES,
     LIGHT_TYPES,
     REFILLED,
+    Copied,
     SetCopy,
     copied,
     holds,
@@ -39,8 +41,6 @@ _SUMMED_BYTES: Final = 4 << 20
 _MOST_SUMMED_BYTES: Final = 256 << 20
 _MOST_COPIED_BYTES: Final = 8 << 20
 """How much of larger arrays is copied before a cell, of those that are looked at as a whole."""
-_COPIED_KINDS: Final = frozenset("biufcSUmM")
-"""Sorts of NumPy's dtypes that have no gaps between their fields."""
 _SAMPLES: Final = 4096
 _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
@@ -57,7 +57,6 @@ class Allowance:
     may_write: Callable[[str], bool]
     _left: int = _MOST_COPIED
     _bytes_left: int = _MOST_COPIED_BYTES
-    _held_left: int = _MOST_COPIED_BYTES
 
     def copies(self, path: str, length: int) -> bool:
         """Return whether a container of this length is copied, and count it."""
@@ -71,14 +70,6 @@ class Allowance:
         if size > self._bytes_left:
             return False
         self._bytes_left -= size
-        return True
-
-    def holds(self, array: Any) -> bool:
-        """Return whether an array that owns its memory is kept alive, as a copy of it would be, and count it."""
-        owns = kind_of(type(array)) is Kind.ARRAY and array.base is None and _is_plain(array)
-        if not owns or array.nbytes > self._held_left:
-            return False
-        self._held_left -= array.nbytes
         return True
 
     def sums(self, path: str, size: int) -> bool:
@@ -197,6 +188,9 @@ class Contents(Memento):
         self._is_summed = not is_array or (
             allowance.sums(path, size) and (size <= _SUMMED_BYTES or value.flags.c_contiguous)
         )
+        if type(held) is Copied:
+            self._copy = held.copy
+            return
         if size <= LIGHT_BYTES:
             is_copied = not (is_array and value.dtype.hasobject)
         else:

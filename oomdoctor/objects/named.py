@@ -20,6 +20,7 @@ from oomdoctor.objects.kinds import (
     members_of,
     module_of,
     mro_of,
+    name_of,
     parts_of,
     plain_dict,
     spelled,
@@ -52,6 +53,7 @@ def is_installed(module: object) -> bool:
     return not is_users_file(getattr(found, "__file__", None))
 
 
+_SHELL: Final = ("IPython.core.interactiveshell", "InteractiveShell")
 _HOSTS: Final = frozenset({"IPython", "ipykernel", "traitlets", "tornado", "zmq", "jupyter_client", "oomdoctor"})
 
 
@@ -61,6 +63,11 @@ def leads_nowhere(cls: type) -> bool:
     From a stream that a cell writes to, for one.
     """
     return module_of(cls).partition(".")[0] in _HOSTS
+
+
+def is_shell(cls: type) -> bool:
+    """Return whether objects of a class are IPython's shell, which holds the namespace itself."""
+    return any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls))
 
 
 def is_ours(module: object) -> bool:

@@ -20,11 +20,13 @@ from oomdoctor.objects.containers import (
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     REFILLED,
+    Copied,
     Recipe,
     Unbegun,
     attribute_path,
     builtin_of,
     is_light,
+    is_plain_array,
     is_small_array,
     is_unbegun,
     items_of,
@@ -210,7 +212,7 @@ class NamespaceState:
         else:
             # A plain function costs nothing to keep, and a retry may put another one in its place.
             is_plain = type(value) is FunctionType and value.__closure__ is None
-            held = value if is_plain or is_small_array(value) or self.allowance.holds(value) else weak(value)
+            held = value if is_plain else self._hold_array(value) if kind is Kind.ARRAY else weak(value)
             self.known[id(value)] = held
             recipe = note(self, value, path, kind, held, depth)
             if kind is Kind.OBJECT and recipe is not None and not recipe.is_heavy:
@@ -256,6 +258,12 @@ class NamespaceState:
             recipe.values = [
                 item if name[:2] == "__" else self.hold(item, f"{path}.{name}", depth - 1) for name, item in items
             ]
+
+    def _hold_array(self, array: Any) -> Any:
+        """Return how to hold an array: a copy stands for it where there may be one, and a small view is held itself."""
+        if is_plain_array(array) and (array.nbytes <= LIGHT_BYTES or self.allowance.copies_bytes(array.nbytes)):
+            return Copied(array)
+        return array if is_small_array(array) else weak(array)
 
     def _hold_tensor(self, tensor: Any, path: str) -> Any:
         watched = self.copies.watch(tensor, path)

@@ -56,7 +56,7 @@ from oomdoctor.objects.mementos import (
     is_frame,
     is_lock,
 )
-from oomdoctor.objects.named import is_installed, is_ours
+from oomdoctor.objects.named import is_installed, is_ours, is_shell
 from oomdoctor.objects.places import (
     ATTRIBUTES,
     ITEMS,
@@ -87,7 +87,6 @@ plain holders of attributes."""
 _FOREIGN_DEPTH: Final = 3
 """How far objects of other libraries are looked into."""
 BOUND: Final = frozenset({BuiltinFunctionType, MethodWrapperType})
-_SHELL: Final = ("IPython.core.interactiveshell", "InteractiveShell")
 _OUTWARD: Final = frozenset(
     {
         *(("socket", "socket"), ("subprocess", "Popen"), ("sqlite3", "Connection"), ("sqlite3", "Cursor")),
@@ -282,7 +281,7 @@ def _note_foreign(state: NamespaceState, value: Any, path: str, held: Any, depth
                 state.hold(item, path, depth - 1)
     elif cls is Logger:  # put back, as far as a cell changes it, whether it has a name or not
         return
-    elif any((module_of(one), name_of(one)) == _SHELL for one in mro_of(cls)):  # holds the namespace itself
+    elif is_shell(cls):
         state.mention(EVERYTHING)
     elif cls in (bytearray, array):
         state.add(Contents(value, value, path, state.allowance))

@@ -19,7 +19,7 @@ from weakref import ReferenceType
 
 from oomdoctor.objects.containers import LIGHT_TYPES
 from oomdoctor.objects.kinds import members_of, module_of, mro_of
-from oomdoctor.objects.named import is_installed, is_users, leads_nowhere
+from oomdoctor.objects.named import is_installed, is_ours, is_shell, is_users
 from oomdoctor.program.code_names import last_name, names_of, names_written_by, written_names
 from oomdoctor.program.names import FirstUse, first_uses, read_names
 
@@ -90,8 +90,10 @@ class Reach:
 
     def _leads_to(self, value: Any) -> Iterator[Any]:
         kind = type(value)
-        if leads_nowhere(kind):  # code gets at names by way of it by ``_ANYTHING``
-            return
+        if is_shell(kind):
+            self.is_all = True  # it holds the names, and runs what it is told
+        if self.is_all or is_ours(module_of(kind)) or module_of(kind).startswith("ipykernel."):
+            return  # a stream that a cell writes to leads to the shell, by way of those
         if issubclass(kind, ModuleType):
             if not is_installed(value.__name__):
                 yield from vars(value).values()
@@ -110,6 +112,8 @@ class Reach:
 
     def _code(self, function: FunctionType) -> Iterator[Any]:
         """Yield what a function holds, and take note of the globals that it and the functions in it mention."""
+        if str(function.__module__).startswith(("IPython.", "ipykernel.")):
+            return
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
         yield function.__dict__
@@ -236,4 +240,4 @@ def _is_a_librarys(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, (ModuleType, type, FunctionType)):
         return not _is_users_own(value)
-    return leads_nowhere(kind)
+    return module_of(kind).startswith(("IPython", "ipykernel", "traitlets"))

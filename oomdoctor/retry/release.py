@@ -68,8 +68,11 @@ def _empty_queue() -> None:
     if torch is not None:
         from oomdoctor.retry.tensor_copies import outside_modes
 
+        made = torch._C._VariableFunctions.ones  # the user may have put other functions into torch's own places
         with suppress(Exception), outside_modes(), torch.enable_grad():
-            torch.ones((), requires_grad=True).clone().backward()
+            root = torch._C.TensorBase.clone(made((), requires_grad=True, device="cpu"))
+            engine = torch.autograd.Variable._execution_engine
+            engine.run_backward((root,), (made((), device="cpu"),), False, False, (), True, True)
 
 
 def _let_go(exc: BaseException) -> dict[int, TracebackType]:

@@ -272,6 +272,9 @@ def test_an_import_of_os_is_used_and_ipython_lines_stay() -> None:
         ),
         ("x = 1", "no cell imports what may bring torch"),
         ("import torch\ndef (", "no cell imports what may bring torch"),
+        ("import os\ndel os\nimport torch", "`os` stands for something else"),
+        ("import torch\nos = 'linux'", "`os` stands for something else"),
+        ("try:\n    import torch\nexcept ImportError:\n    pass", "imported under a condition"),
     ],
 )
 def test_patch_refuses(source: str, part: str) -> None:

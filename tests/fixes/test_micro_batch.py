@@ -1155,3 +1155,21 @@ def test_proposal_refused_for_one_sample_and_for_nothing_to_save() -> None:
     one = (Holding(bytes=8, device="cuda:0", role=Role.BATCH, path="x", shape=(1, 8)),)
     refused = propose(live.INCIDENT, evidence(cells, program(), holdings=one))
     assert refused == Refused("the batch has one sample: there is nothing to split")
+
+
+def test_a_mean_and_a_sum_in_one_loss_are_not_taken_apart_where_one_counts_only_later_on() -> None:
+    """A trial of two steps sees nothing of a term whose coefficient is still 0."""
+    cell = """
+        for step, (x, y) in enumerate(loader):
+            beta = 0.0 if step < 4 else 1e-3
+            optimizer.zero_grad()
+            out = model(x)
+            penalty = out.pow(2).sum()
+            loss = criterion(out, y) + beta * penalty
+            loss.backward()
+            optimizer.step()
+    """
+    for way in ({}, {"late": True}, {"weigh": "sum"}):
+        refused = patched(SETUP, cell, dose=Dose.of(parts=2, **way))
+        assert isinstance(refused, Refused), refused
+        assert "adds a mean over the samples and a sum over them" in refused.reason

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
 from oomdoctor.program import code_names
@@ -690,12 +691,42 @@ def test_a_module_is_named_by_a_word_of_the_cell(tmp_path: Path, monkeypatch: py
 def test_a_stream_that_leads_to_the_shell_leads_to_none_of_its_names() -> None:
     """IPython puts a function of the shell into ``sys.stderr``, which the handler of a logger of the user's holds."""
     namespace: dict[str, Any] = {"it": iter(range(9)), "log": logging.Logger("mine")}
-    stream, shell = StringIO(), type("Shell", (), {"__module__": "IPython.core.interactiveshell"})()
-    stream.tee, shell.names = shell, namespace  # type: ignore[attr-defined]
+    stream, shell = StringIO(), InteractiveShell.instance()
+
+    def write(text: str, held: Any = (shell, namespace)) -> None:
+        """As IPython's own."""
+
+    write.__module__ = "IPython.core.interactiveshell"
+    stream.tee = write  # type: ignore[attr-defined]
     namespace["log"].addHandler(logging.StreamHandler(stream))
     transaction = Transaction(namespace, "log.info(1)", lambda: 1 << 30)
     next(namespace["it"])
     assert transaction.losses() == ()
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell"),
+    [
+        ("ip = get_ipython()", "ip.user_ns['it']"),
+        (
+            "import traitlets\nclass Watched(traitlets.HasTraits):\n    x = traitlets.Int()\n"
+            "    @traitlets.observe('x')\n    def seen(self, change): next(it)\nwatched = Watched()",
+            "watched.x += 1",
+        ),
+        (
+            "import traitlets\na, b = traitlets.HasTraits(), traitlets.HasTraits()\n"
+            "a.add_traits(x=traitlets.Int()); b.add_traits(y=traitlets.Int())\n"
+            "link = traitlets.dlink((a, 'x'), (b, 'y'), lambda x: next(it))",
+            "a.x += 1",
+        ),
+    ],
+)
+def test_what_the_users_code_reaches_by_objects_of_the_notebook_is_reached(setup: str, cell: str) -> None:
+    namespace: dict[str, Any] = {"it": iter(range(9)), "get_ipython": InteractiveShell.instance}
+    exec(setup, namespace)
+    transaction = Transaction(namespace, cell, lambda: 1 << 30)
+    next(namespace["it"])
+    assert any(why.startswith("`it` ") for why in transaction.losses()), transaction.losses()
 
 
 class Failing(torch.autograd.Function):
@@ -718,5 +749,10 @@ def test_what_a_failed_backward_pass_leaves_in_the_queue_of_its_thread_is_let_go
     del x, first, second
     gc.collect()
     assert held() is not None, "torch lets go of it by itself"
-    release(MemoryError())
+    passes: list[str] = []
+    with pytest.MonkeyPatch.context() as users:
+        users.setattr(torch.Tensor, "backward", lambda *_: passes.append("backward"))
+        users.setattr(torch, "ones", lambda *_: passes.append("ones"))
+        release(MemoryError())
     assert held() is None
+    assert passes == []

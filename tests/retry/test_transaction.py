@@ -267,7 +267,7 @@ def test_a_small_array_that_an_object_replaces_comes_back() -> None:
         holder.state, holder.view = np.array([1.0, 2.0]), np.arange(8)[2:]
     namespace["mine"].large = np.zeros(1 << 21)
     before = [(holder.state, holder.view) for holder in (namespace["mine"], namespace["theirs"])]
-    kept, large = [id(one) for pair in before for one in pair], weakref.ref(namespace["mine"].large)
+    kept, large = [id(view) for _, view in before], weakref.ref(namespace["mine"].large)
     cell = "for one in (mine, theirs):\n    one.state[0] += 1\n    one.state, one.view = one.state + 1, one.view * 2\n"
     transaction = Transaction(namespace, f"{cell}mine.seen = np.zeros(3)", lambda: ROOM)
     del before
@@ -275,13 +275,30 @@ def test_a_small_array_that_an_object_replaces_comes_back() -> None:
     assert transaction.losses() == ()
     transaction.restore()
     mine, theirs = namespace["mine"], namespace["theirs"]
-    assert [id(one) for one in (mine.state, mine.view, theirs.state, theirs.view)] == kept
+    assert [id(one) for one in (mine.view, theirs.view)] == kept
     assert mine.state.tolist() == theirs.state.tolist() == [1.0, 2.0]
     assert mine.view.tolist() == theirs.view.tolist() == [2, 3, 4, 5, 6, 7]
     again = Transaction(namespace, "mine.large = None", lambda: ROOM)
     run("mine.large = None", namespace, again)
     assert large() is None
     assert again.losses() == ("`mine.large` was replaced by the cell, and the old one is gone",)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_an_array_that_a_copy_stands_for_dies_with_its_last_reference_and_comes_back_as_one(size: int) -> None:
+    namespace: dict[str, Any] = {"np": np, "cache": weakref.WeakValueDictionary()}
+    namespace["b"] = namespace["cache"]["b"] = np.ones(size)
+    cell = "del b\nassert 'b' not in cache"
+    run(cell, namespace, Transaction(namespace, cell, lambda: ROOM))
+    assert "b" not in namespace["cache"], "as without a look at it"
+    cell = "c = d = None"
+    namespace["c"] = namespace["d"] = np.arange(size)
+    transaction = Transaction(namespace, cell, lambda: ROOM)
+    run(cell, namespace, transaction)
+    assert transaction.losses() == ()
+    transaction.restore()
+    assert namespace["c"] is namespace["d"]
+    assert namespace["c"].tolist() == list(range(size))
 
 
 def test_for_good_nothing_of_ours_stays_in_the_namespace_and_what_is_gone_is_told() -> None:
