@@ -122,6 +122,8 @@ class Planner:
             if change.is_offered
         ]
         refusals = [(one.fixes[0], one.refused) for one in self._changes if one.refused is not None and one.is_single]
+        made = {fix for change in self._changes for fix in change.fixes}
+        refusals += [(part.fix.id, part.proposal.basis) for part in self._settings if part.fix.id not in made]
         return Plan(
             unchanged=unchanged,
             candidates=tuple(sorted(offered, key=self._rank)),
