@@ -113,9 +113,10 @@ def besides(first: Candidate, second: Candidate) -> Candidate:
 
 
 def with_made(plan: Plan, made: Candidate | None) -> Plan:
-    """Return the plan with ``made`` in the place of the milder dose of the same fix."""
+    """Return the plan with what healed the cell in the place of its milder dose, whatever refuted that."""
     if made is None:
         return plan
-    if all(made.fix != one.fix for one in plan.candidates):
-        return replace(plan, candidates=(made, *plan.candidates))
-    return replace(plan, candidates=tuple(made if one.fix == made.fix else one for one in plan.candidates))
+    others = [one for one in plan.candidates if one.fix != made.fix]
+    at = next((at for at, one in enumerate(plan.candidates) if one.fix == made.fix), 0)
+    refusals = tuple(told for told in plan.refusals if told[0] != made.fix)
+    return replace(plan, candidates=(*others[:at], made, *others[at:]), refusals=refusals)
