@@ -38,6 +38,7 @@ from oomdoctor.objects.frames import (
     chained,
     frames_of,
     home_of,
+    leads_nowhere,
     lines_of,
     local_modules,
     locals_of,
@@ -47,7 +48,7 @@ from oomdoctor.objects.frames import (
     traceback_of,
 )
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
-from oomdoctor.objects.named import class_attributes, leads_nowhere, output_cache, own_underscores, user_names
+from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import words
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 

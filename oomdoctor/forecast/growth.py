@@ -107,8 +107,8 @@ class Growth:
     def _grow(self, cut: Cut) -> None:
         """Put in what the iterations that are left keep."""
         # Some is let go of in every other iteration alone, such as what ``enumerate`` holds.
-        span = 2 if cut.turns > 2 else 1
-        names, passing, piled = self._kept_from(cut.begin if span == 1 else cut.earlier, cut.end)
+        begin, span = (cut.earlier, 2) if cut.turns > 2 else (cut.begin, 1)
+        names, passing, piled = self._kept_from(begin, cut.end)
         piled = {size: -(-count // span) for size, count in piled.items()}
         if piled and cut.left is None:
             self.endless = max(self.endless, sum(size * count for size, count in piled.items()))

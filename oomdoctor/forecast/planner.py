@@ -79,7 +79,7 @@ class Planner:
         self._waiting: list[tuple[Change, int, Reading]] = []
         self._pairs: list[tuple[Change, Change]] | None = None
         self._settings: list[Part] = []
-        self._readings: dict[tuple[Change, int], Reading] = {}
+        self._readings: list[tuple[Change, int, Reading]] = []
 
     # How it goes ------------------------------------------------------------------------------------------------
 
@@ -219,8 +219,8 @@ class Planner:
     def _is_settled(self, change: Change) -> bool:
         is_early = self._unchanged is None and any(part.fix.is_measured for part in change.doses[0])
         is_told_by_others = all(part.fix.allocates for part in change.doses[0])
-        is_asked = not (change.refused is not None or change.effect is Effect.ADVICE or is_told_by_others)
-        return change.search.over or is_early or not is_asked
+        is_unasked = change.refused is not None or change.effect is Effect.ADVICE or is_told_by_others
+        return is_unasked or change.search.over or is_early
 
     def _frees_leak(self, candidate: Candidate) -> bool:
         return any(fix in self._leaks for fix, _ in candidate.made_of)
@@ -260,7 +260,7 @@ class Planner:
         """Put settings of the allocator beside the mildest dose for which they are enough, if nothing is without."""
         if any(change.search.found is not None and change.effect in KEEPING for change in self._changes):
             return
-        for (change, index), reading in sorted(self._readings.items(), key=lambda one: (one[0][0].place, one[0][1])):
+        for change, index, reading in sorted(self._readings, key=lambda one: (one[0].place, one[1])):
             if change.effect in KEEPING and index in change.told:
                 for part in self._settings:
                     self._add_settings(change.doses[index], part, reading, change.told[index])
@@ -272,8 +272,8 @@ class Planner:
         change = Change(len(self._changes), [(*parts, part)], self._session, self._evidence)
         there = next((done for done in self._changes if done.fixes == change.fixes), None)
         if there is not None and not there.told:
-            there.take(forecast)
-        elif there is None and forecast is not told and forecast.fits and not isinstance(change.attempt(0), Refused):
+            there.take(forecast or told)
+        elif there is None and forecast and forecast.fits and not isinstance(change.attempt(0), Refused):
             change.take(forecast)
             self._changes.append(change)
 
@@ -357,7 +357,7 @@ class Planner:
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
             forecast = replace(told, slowdown=forecast.slowdown)
         change.told[index] = forecast
-        self._readings[change, index] = reading
+        self._readings.append((change, index, reading))
         # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
         change.search.answer(fits=seen.verdict is Verdict.FITS)

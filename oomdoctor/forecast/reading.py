@@ -57,11 +57,11 @@ class Reading:
         slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
         return replace(self.forecast, budget=budget, slowdown=slowdown)
 
-    def with_settings(self, settings: Settings, told: Forecast) -> Forecast:
-        """Return a forecast that this reading was told as, with other settings where it tells of them."""
+    def with_settings(self, settings: Settings, told: Forecast) -> Forecast | None:
+        """Return a forecast that this reading was told as, with other settings; None where it tells nothing of them."""
         other = self.otherwise.get(settings)
         if other is None:
-            return told
+            return None
         return replace(told, peak=other.peak, reserved=other.reserved, error_ratio=other.error_ratio)
 
 

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.containers import CONTAINERS, items_of
-from oomdoctor.objects.frames import holds_the_users, locals_of, traceback_of
+from oomdoctor.objects.frames import holds_the_users, leads_nowhere, locals_of, traceback_of
 from oomdoctor.objects.kinds import (
     BUILTIN,
     Kind,
@@ -47,7 +47,7 @@ from oomdoctor.objects.kinds import (
     registered,
     slots_of,
 )
-from oomdoctor.objects.named import is_home_of_users, leads_nowhere, of_class
+from oomdoctor.objects.named import is_home_of_users, of_class
 from oomdoctor.objects.paths import ARROW, is_attribute, member
 
 _SIMPLE: Final = frozenset(map(id, (bool, int, float, str, type(None))))

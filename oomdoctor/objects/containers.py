@@ -126,6 +126,7 @@ class Weak(ref[Any]):
     """A value that its owner alone keeps alive."""
 
     __slots__ = ()
+    is_light = False
 
     def get(self) -> Any:
         """Return the value, ``GONE`` if it died."""
@@ -142,9 +143,14 @@ def weak(value: Any) -> Any:
 
 
 class Remade:
-    """A value that may be made anew where it is gone, or is not as it was."""
+    """A value that may be made anew where it is gone, or is not as it was.
+
+    Attributes:
+        is_light: whether what holds it may be held itself.
+    """
 
     __slots__ = ()
+    is_light = False
 
     def get(self) -> Any:
         """Return what stands for it now, ``GONE`` if there is nothing."""
@@ -216,46 +222,6 @@ def is_unbegun(value: Any) -> bool:
     return is_plain and not code.co_cellvars and all(kind_of(type(one)) is not Kind.ITERATOR for one in given)
 
 
-class Copied(Remade):
-    """A plain array of numbers that a copy stands for where it is gone: nothing held it that could tell them apart.
-
-    To hold the array itself would be seen by what refers to it weakly, such as a cache.
-
-    Attributes:
-        copy: what it held at the start.
-    """
-
-    __slots__ = ("_made", "_weak", "copy")
-
-    def __init__(self, array: Any) -> None:
-        self._weak, self.copy, self._made = Weak(array), array.copy(order="K"), None
-
-    def get(self) -> Any:
-        """Return the array that stands for it now, ``GONE`` if it died."""
-        value = self._weak.get()
-        return value if value is not GONE or self._made is None else self._made
-
-    def revive(self, memo: dict[int, Any] | None) -> Any:
-        """Return it, made anew if it died."""
-        value = self.get()
-        if value is not GONE or memo is None:
-            return self.copy if value is GONE else value
-        self._made = self.copy.copy(order="K")
-        return self._made
-
-
-_COPIED_KINDS: Final = frozenset("biufcSUmM")
-"""Sorts of NumPy's dtypes that have no gaps between their fields."""
-
-
-def is_plain_array(value: Any) -> bool:
-    """Return whether a value is an array of NumPy's own class that owns its memory and can be written to."""
-    cls = type(value)
-    if (cls.__module__, cls.__name__) != ("numpy", "ndarray") or value.base is not None:
-        return False
-    return value.flags.writeable and value.dtype.kind in _COPIED_KINDS
-
-
 LIGHT_BYTES: Final = 64 << 10
 """Contents of so many bytes are copied before every cell."""
 
@@ -309,7 +275,7 @@ class Recipe:
     def is_heavy(self) -> bool:
         """Whether holding the container would keep something heavy alive."""
         return any(
-            (issubclass(type(held), _HOLDERS) and type(held) is not Copied)
+            (issubclass(type(held), _HOLDERS) and not held.is_light)
             or (type(held) is Recipe and (held.original is None or type(held.original) is Weak))
             for held in chain(self.keys, self.values)
         )

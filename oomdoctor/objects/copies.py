@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from oomdoctor.errors import StateError
 from oomdoctor.objects.containers import (
-    _COPIED_KINDS,
     GONE,
     LIGHT_BYTES,
     LIGHT_TYPES,
     REFILLED,
-    Copied,
+    Remade,
     SetCopy,
+    Weak,
     copied,
     holds,
     items_of,
@@ -41,6 +41,8 @@ _SUMMED_BYTES: Final = 4 << 20
 _MOST_SUMMED_BYTES: Final = 256 << 20
 _MOST_COPIED_BYTES: Final = 8 << 20
 """How much of larger arrays is copied before a cell, of those that are looked at as a whole."""
+_COPIED_KINDS: Final = frozenset("biufcSUmM")
+"""Sorts of NumPy's dtypes that have no gaps between their fields."""
 _SAMPLES: Final = 4096
 _LOOKED_AT: Final = 64
 _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY})
@@ -171,6 +173,35 @@ def _trace(items: Iterable[Any]) -> int:
     return trace
 
 
+class Copied(Remade):
+    """A plain array of numbers that a copy stands for where it is gone: nothing held it that could tell them apart.
+
+    To hold the array itself would be seen by what refers to it weakly, such as a cache.
+
+    Attributes:
+        copy: what it held at the start.
+    """
+
+    __slots__ = ("_made", "_weak", "copy")
+    is_light = True
+
+    def __init__(self, array: Any) -> None:
+        self._weak, self.copy, self._made = Weak(array), array.copy(order="K"), None
+
+    def get(self) -> Any:
+        """Return the array that stands for it now, ``GONE`` if it died."""
+        value = self._weak.get()
+        return value if value is not GONE or self._made is None else self._made
+
+    def revive(self, memo: dict[int, Any] | None) -> Any:
+        """Return it, made anew if it died."""
+        value = self.get()
+        if value is not GONE or memo is None:
+            return self.copy if value is GONE else value
+        self._made = self.copy.copy(order="K")
+        return self._made
+
+
 class Contents(Memento):
     """What an array, a ``bytearray`` or an ``array.array`` holds: a copy, or a checksum where there is too much.
 
@@ -242,6 +273,11 @@ class Contents(Memento):
 
     def _was_written(self, value: Any) -> bool:
         return _bytes(value) != _bytes(self._copy)
+
+
+def may_be_copied(array: Any) -> bool:
+    """Return whether a copy can stand for an array: it is plain, and its memory is its own."""
+    return type(array).__name__ == "ndarray" and array.base is None and _is_plain(array)
 
 
 def _is_plain(value: Any) -> bool:

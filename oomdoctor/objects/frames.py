@@ -70,6 +70,10 @@ _REFERENCES_OF_OURS: Final = 3
 """To the dict of locals: the frame's, the variable that holds it here, and the argument of ``getrefcount``."""
 
 _DEBUGGERS: Final = frozenset({"bdb", "pdb", "IPython.core.debugger", "pydevd"})
+_LEADS_NOWHERE: Final = frozenset(
+    {"IPython", "ipykernel", "traitlets", "tornado", "zmq", "jupyter_client", "oomdoctor"}
+)
+"""Packages whose objects hold nothing of the user's but lead to a great deal."""
 _MACHINERY: Final = frozenset(
     {
         *("IPython", "ipykernel", "traitlets", "tornado", "asyncio", "zmq", "jupyter_client", "nbclient", "debugpy"),
@@ -134,7 +138,7 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
     for link in chained(exc):
         for step in steps_of(traceback_of(link)):
             frame, line = step.tb_frame, step.tb_lineno
-            if id(frame) not in seen and not _is_machinery(frame):
+            if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
                 seen.add(id(frame))
                 yield _read(frame, line, cells, namespace)
 
@@ -230,7 +234,7 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
         stack.append(frame)
         frame = frame.f_back
     # A frame of ours among those kept here would hold them all, and be held by them.
-    stack = [frame for frame in reversed(stack) if not _is_machinery(frame)]
+    stack = [frame for frame in reversed(stack) if not _is_of(home_of(frame), _MACHINERY)]
     # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
     first = next((at for at, frame in enumerate(stack) if _is_program(frame, namespace)), 0)
     del stack[:first]
@@ -252,7 +256,16 @@ def in_backward_elsewhere() -> bool:
 
 def holds_the_users(frame: FrameType) -> bool:
     """Return whether the locals of a frame are its own, and may hold what is the user's."""
-    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and not _is_machinery(frame)
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and not _is_of(home_of(frame), _MACHINERY)
+
+
+def leads_nowhere(cls: type) -> bool:
+    """Return whether objects of a class hold nothing of the user's but lead to a great deal."""
+    return _is_of(module_of(cls), _LEADS_NOWHERE)
+
+
+def _is_of(name: Any, packages: frozenset[str]) -> bool:
+    return type(name) is str and name.partition(".")[0] in packages
 
 
 def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Frame:
@@ -277,7 +290,3 @@ def home_of(frame: FrameType) -> str:
     """Return the name of the module that the code of a frame is of, nothing where it has none."""
     name = spelled(frame.f_globals).get("__name__")
     return name if type(name) is str else ""
-
-
-def _is_machinery(frame: FrameType) -> bool:
-    return home_of(frame).partition(".")[0] in _MACHINERY

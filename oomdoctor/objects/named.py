@@ -54,15 +54,6 @@ def is_installed(module: object) -> bool:
 
 
 _SHELL: Final = ("IPython.core.interactiveshell", "InteractiveShell")
-_HOSTS: Final = frozenset({"IPython", "ipykernel", "traitlets", "tornado", "zmq", "jupyter_client", "oomdoctor"})
-
-
-def leads_nowhere(cls: type) -> bool:
-    """Return whether objects of a class are of what runs the cells: they hold nothing of the user's, but lead to all.
-
-    From a stream that a cell writes to, for one.
-    """
-    return module_of(cls).partition(".")[0] in _HOSTS
 
 
 def is_shell(cls: type) -> bool:

@@ -20,20 +20,18 @@ from oomdoctor.objects.containers import (
     LIGHT_TYPES,
     PLAIN_CONTAINERS,
     REFILLED,
-    Copied,
     Recipe,
     Unbegun,
     attribute_path,
     builtin_of,
     is_light,
-    is_plain_array,
     is_small_array,
     is_unbegun,
     items_of,
     length_of,
     weak,
 )
-from oomdoctor.objects.copies import LONG, Allowance, Long
+from oomdoctor.objects.copies import LONG, Allowance, Copied, Long, may_be_copied
 from oomdoctor.objects.frames import locals_of
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Light, Memento, Numbers, Reached
@@ -261,7 +259,7 @@ class NamespaceState:
 
     def _hold_array(self, array: Any) -> Any:
         """Return how to hold an array: a copy stands for it where there may be one, and a small view is held itself."""
-        if is_plain_array(array) and (array.nbytes <= LIGHT_BYTES or self.allowance.copies_bytes(array.nbytes)):
+        if may_be_copied(array) and (array.nbytes <= LIGHT_BYTES or self.allowance.copies_bytes(array.nbytes)):
             return Copied(array)
         return array if is_small_array(array) else weak(array)
 
