@@ -55,6 +55,7 @@ class Search:
 
     Attributes:
         asked: the dose that an answer is awaited for, None where there is none.
+        ahead: a stronger one that is asked about meanwhile, None where none is.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,6 +63,7 @@ class Search:
         self._answers = 0
         self._ended = False
         self.asked: int | None = None
+        self.ahead: int | None = None
 
     @property
     def found(self) -> int | None:
@@ -92,25 +94,36 @@ class Search:
         self.asked = self.open[-1] if pointed is None else pointed
         return self.asked
 
-    def answer(self, fits: bool) -> None:
-        """Take the answer for the dose that was asked."""
-        assert self.asked is not None
+    def ask_ahead(self) -> int | None:
+        """Return the dose to ask about beside the one that is awaited, should that not fit; None for none."""
+        if self.asked is None or self.ahead is not None or self.asked + 1 not in self.open:
+            return None
+        self.ahead = self.asked + 1
+        return self.ahead
+
+    def answer(self, dose: int, fits: bool) -> None:
+        """Take the answer for a dose that was asked."""
         self._answers += 1
         if fits:
-            self._high = self.asked
+            self._high = min(self._high, dose)
         else:
-            self._low = self.asked
-        self.asked = None
+            self._low = max(self._low, dose)
+        self._await_open()
 
     def leave_out_from(self, dose: int) -> None:
         """Leave out this dose and all stronger ones: they cannot be made."""
         self._count = min(self._count, dose)
         self._high = min(self._high, dose)
-        self.asked = None
+        self._await_open()
+
+    def _await_open(self) -> None:
+        """Wait for no more answers than tell something."""
+        awaited = [dose for dose in (self.asked, self.ahead) if dose is not None and dose in self.open]
+        self.asked, self.ahead = (*awaited, None, None)[:2]
 
     def end(self) -> None:
         """Ask nothing more."""
-        self.asked, self._ended = None, True
+        self.asked, self.ahead, self._ended = None, None, True
 
 
 class Change:
@@ -182,6 +195,12 @@ class Change:
                 return index, attempt
         return None
 
+    def ask_ahead(self) -> tuple[int, Attempt] | None:
+        """Return a stronger dose to forecast beside the one that is awaited, None where there is none."""
+        index = self.search.ask_ahead()
+        attempt = None if index is None else self.attempt(index)
+        return (index, attempt) if index is not None and isinstance(attempt, Attempt) else None
+
     def attempt(self, index: int) -> Attempt | Refused:
         """Return how to run the cell with a dose. Where that cannot be, it and the stronger ones are left out."""
         _, attempt = self._attempt(index)
@@ -193,7 +212,7 @@ class Change:
         """Take the forecast of the one dose that there is as the answer."""
         self.told[0] = forecast
         self.search.ask(lambda _: 0)
-        self.search.answer(fits=forecast.verdict is Verdict.FITS)
+        self.search.answer(0, fits=forecast.verdict is Verdict.FITS)
 
     def find_unfit(self, index: int, why: str) -> None:
         """Take it that a dose found itself unfit in its dry run; the mildest is asked next, whether any is fit."""

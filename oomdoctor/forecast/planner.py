@@ -92,7 +92,7 @@ class Planner:
         while True:
             while dry_runs.has_room and (asked := self._ask()) is not None:
                 change, index, attempt = asked
-                dry_runs.begin((self._changes.index(change), index), attempt)
+                dry_runs.begin((change.place, index, change.search), attempt)
             if not dry_runs.busy:
                 break
             answer = dry_runs.next()
@@ -194,7 +194,15 @@ class Planner:
                 if not self._is_settled(change) and (asked := change.ask(*known)) is not None:
                     return change, *asked
             if not self._pair_up(unchanged):
-                return None
+                return self._ask_ahead()
+
+    def _ask_ahead(self) -> tuple[Change, int, Attempt] | None:
+        """Return a dose to forecast beside the one that is awaited, where a processor would wait with the user."""
+        is_early = self._unchanged is None or not self._is_hurried
+        for change in () if is_early else sorted(self._changes, key=self._promise):
+            if change.refused is None and change.effect in KEEPING and (asked := change.ask_ahead()) is not None:
+                return change, *asked
+        return None
 
     def _has_healer(self) -> bool:
         """Return whether a change that keeps the results was seen to fit in its mildest dose.
@@ -316,11 +324,14 @@ class Planner:
             for one in waiting:
                 self._tell(*one)
             return
-        place, index = key
+        place, index, search = key
+        change = self._changes[place]
+        if change.search is not search:  # it is written in another way since
+            return
         if self._unchanged is None:
-            self._waiting.append((self._changes[place], index, reading))
+            self._waiting.append((change, index, reading))
         else:
-            self._tell(self._changes[place], index, reading)
+            self._tell(change, index, reading)
 
     def _measure(self, reading: Reading) -> None:
         """Make the doses anew of those changes that choose by what each module keeps."""
@@ -360,7 +371,7 @@ class Planner:
         self._readings.append((change, index, reading))
         # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
-        change.search.answer(fits=seen.verdict is Verdict.FITS)
+        change.search.answer(index, fits=seen.verdict is Verdict.FITS)
 
     def _judged(self, reading: Reading) -> Forecast:
         """Return the forecast of the unchanged cell; where it saw too little, what it held and asked for."""

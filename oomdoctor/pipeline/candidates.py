@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -70,10 +70,11 @@ def was_seen_to_fit(candidate: Candidate) -> bool:
     return candidate.forecast.fits is True and candidate.forecast.course is not None
 
 
-def choices_of(case: Case, session: Session, chosen: Sequence[Candidate]) -> list[tuple[Candidate, Choice]]:
-    """Return what may be tried: each candidate with its stronger doses after it, those first that were seen to fit.
+def choices_of(case: Case, session: Session, chosen: Sequence[Candidate]) -> Iterator[tuple[Candidate, Choice]]:
+    """Yield what may be tried: each candidate with its stronger doses after it, those first that were seen to fit.
 
-    A stronger dose has no forecast, so the stronger doses of these come after the last of them.
+    A stronger dose has no forecast, so the stronger doses of these come after the last of them. Each is written when
+    it is asked for.
     """
     from oomdoctor.forecast.attempts import attempt_with_all
 
@@ -81,14 +82,12 @@ def choices_of(case: Case, session: Session, chosen: Sequence[Candidate]) -> lis
     others = [candidate for candidate in chosen if candidate not in fitting]
     made = [*fitting, *(dose for one in fitting for dose in stronger_of(one))]
     made += [dose for one in others for dose in (one, *stronger_of(one))]
-    choices = []
     for candidate in made:
         parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
         patch, attempt = attempt_with_all(parts, session, case.evidence)
         if not isinstance(attempt, Refused):
             choice = Choice(fix=candidate.fix, label=candidate.label, attempt=attempt)
-            choices.append((replace(candidate, patch=patch), choice))
-    return choices
+            yield replace(candidate, patch=patch), choice
 
 
 def stronger_of(candidate: Candidate) -> list[Candidate]:

@@ -6,9 +6,10 @@ A trial shows first that the change keeps the results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final
 
@@ -69,20 +70,13 @@ async def heal(
     alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
     if alone or (lost and not anyway):
         return refused(case, alone or "; ".join(lost), anyway=alone is None), None
-    choices, unfit = choices_of(case, session, chosen), dict[str, str]()
-    checks = Checks(
-        evidence=case.evidence,
-        session=session,
-        transaction=transaction,
-        candidates={choice.label: candidate for candidate, choice in choices},
-        unfit=unfit,
-        by_itself=by_itself,
-    )
+    unfit = dict[str, str]()
+    checks = Checks(evidence=case.evidence, session=session, transaction=transaction, unfit=unfit, by_itself=by_itself)
     ahead = case.evidence.code.not_reached
     failures = _Failures(case, checks, places, plan_s)
     outcome, error = await retry(
         transaction,
-        [choice for _, choice in choices],
+        checks.choices(case, chosen),
         run,
         accelerator=session.accelerator,
         is_oom=lambda exc: find_oom(exc) is not None,
@@ -156,7 +150,7 @@ class _Failures:
         seen = self._look(choice, error) if candidate.effect in _KEEP else None
         return None if seen is None else partial(self._planned, choice, candidate, *seen)
 
-    def without_refuted(self) -> list[Choice]:
+    def without_refuted(self) -> Iterable[Choice]:
         """Plan once more without what a trial has refuted, where nothing is left to try.
 
         What was seen to fit had ended the search, and may have been what does not keep the results. Of two together,
@@ -170,9 +164,7 @@ class _Failures:
         terms: dict[str, Any] = {"time_budget_s": self.plan_s, "is_hurried": True, "without": refuted}
         priced = plan(self.case, self.checks.session, self.checks.transaction, **terms)
         fresh = [one for one in admitted(priced, "exact") if one.label not in known]
-        choices = choices_of(priced, self.checks.session, fresh)
-        known.update((choice.label, candidate) for candidate, choice in choices)
-        return [choice for _, choice in choices]
+        return self.checks.choices(priced, fresh)
 
     def _look(self, choice: Choice, error: BaseException) -> tuple[Case, Session] | None:
         """Return the failure of an attempt diagnosed as one of the changed program; None where it cannot be."""
@@ -256,9 +248,9 @@ class Checks:
 
     Attributes:
         evidence: what the changes were written from.
-        candidates: those that may be tried, by their labels.
         unfit: is filled with the fixes whose results differ, each with how.
         by_itself: whether what could not be tried is passed over, as nobody asked for it by name.
+        candidates: those that have come to be tried, by their labels.
         told: what the trial of what was admitted last has shown, empty where there was none to make.
         patches: by its label, the patch of what was admitted: in another way than planned, where that one keeps the
             results.
@@ -267,12 +259,18 @@ class Checks:
     evidence: Evidence
     session: Session
     transaction: Transaction
-    candidates: dict[str, Candidate]
     unfit: dict[str, str]
     by_itself: bool
+    candidates: dict[str, Candidate] = field(default_factory=dict)
     told: str = ""
     patches: dict[str, Patch | Refused] = field(default_factory=dict)
     _known: dict[str, tuple[Trial, Dose]] = field(default_factory=dict)
+
+    def choices(self, case: Case, chosen: Sequence[Candidate]) -> Iterator[Choice]:
+        """Yield what may be tried of ``chosen``, in the order in which it is. See ``choices_of``."""
+        for candidate, choice in choices_of(case, self.session, chosen):
+            self.candidates[choice.label] = candidate
+            yield choice
 
     def admit(self, choice: Choice) -> Choice | Refused:
         """Return what is to be run, in the way that keeps the results, or why the change is not to be made."""
@@ -281,17 +279,17 @@ class Checks:
         drops = candidate.effect in _KEEP
         if not any(fix.is_tried for fix in made_of) or not (drops or all(fix.draws for fix in made_of)):
             return choice
-        ways = self._ways(candidate, choice)
         if choice.fix not in self._known:
             parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
             trial = self._tried(
-                [attempt for _, attempt in ways.values()],
+                (attempt for _, _, attempt in self._ways(candidate, choice)),
                 effect=candidate.effect,
                 leaves=tuple(ending for fix in made_of for ending in fix.leaves),
                 parts=min(max(parts, default=1), _MOST_PARTS),
                 drops=drops,
             )
-            self._known[choice.fix] = trial, [*ways][trial.chosen]
+            way, *_ = next(islice(self._ways(candidate, choice), trial.chosen, None))
+            self._known[choice.fix] = trial, way
         trial, way = self._known[choice.fix]
         if not drops and trial.draws:
             self.told = "not tried: it draws other random numbers, beside which nothing can be compared"
@@ -306,16 +304,18 @@ class Checks:
             return Refused(why) if self.by_itself else choice
         others = ", ".join(f"`{name}`" for name in trial.beside)
         self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")
-        if way not in ways:
-            return Refused(f"it cannot be written with {way}, which was seen to keep the results")
-        self.patches[choice.label], attempt = ways[way]
-        return replace(choice, attempt=attempt)
+        for one, patch, attempt in self._ways(candidate, choice):
+            if one == way:
+                self.patches[choice.label] = patch
+                return replace(choice, attempt=attempt)
+        return Refused(f"it cannot be written with {way}, which was seen to keep the results")
 
-    def _ways(self, candidate: Candidate, choice: Choice) -> dict[Dose, tuple[Patch | Refused, Attempt]]:
-        """Return how the change can be written, as it was planned first."""
+    def _ways(self, candidate: Candidate, choice: Choice) -> Iterator[tuple[Dose, Patch | Refused, Attempt]]:
+        """Yield how the change can be written, as it was planned first; each is written when it is asked for."""
         from oomdoctor.forecast.attempts import attempt_with_all
 
-        ways = {Dose(): (candidate.patch, choice.attempt)}
+        yield Dose(), candidate.patch, choice.attempt
+        known = [(candidate.patch, choice.attempt)]
         parts = [(fixes.get(fix), dose) for fix, dose in candidate.made_of]
         tried = [at for at, (fix, _) in enumerate(parts) if fix.is_tried]
         for way in parts[tried[0]][0].ways if len(tried) == 1 else ():
@@ -323,11 +323,11 @@ class Checks:
                 (fix, fix.without_way(dose) | way if at in tried else dose) for at, (fix, dose) in enumerate(parts)
             ]
             patch, attempt = attempt_with_all(written, self.session, self.evidence)
-            if isinstance(attempt, Attempt) and (patch, attempt) not in ways.values():
-                ways[way] = patch, attempt
-        return ways
+            if isinstance(attempt, Attempt) and (patch, attempt) not in known:
+                known.append((patch, attempt))
+                yield way, patch, attempt
 
-    def _tried(self, changed: Sequence[Attempt], **terms: Any) -> Trial:
+    def _tried(self, changed: Iterable[Attempt], **terms: Any) -> Trial:
         from oomdoctor.evidence import host
         from oomdoctor.trial import HostCopies, compare
 

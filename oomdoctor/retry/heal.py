@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
@@ -37,7 +37,7 @@ class Choice:
 
 async def heal(
     transaction: Transaction,
-    choices: Sequence[Choice],
+    choices: Iterable[Choice],
     run: Run,
     *,
     accelerator: Accelerator,
@@ -50,7 +50,7 @@ async def heal(
     admit: Callable[[Choice], Choice | Refused] = lambda choice: choice,
     writes: bool = False,
     further: Callable[[Choice, BaseException], Callable[[], Sequence[Choice]] | None] = lambda choice, error: None,
-    last: Callable[[], Sequence[Choice]] = lambda: (),
+    last: Callable[[], Iterable[Choice]] = lambda: (),
     is_final: Callable[[Choice, BaseException | None], bool] = lambda choice, error: False,
 ) -> tuple[Outcome, BaseException | None]:
     """Try ``choices`` in their order until one runs through.
@@ -79,9 +79,8 @@ async def heal(
     known = set() if failed is None else failed
     doubts = transaction.doubts()
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
-    waiting = deque(choices)
-    while waiting or (waiting := deque(last())):
-        choice = waiting.popleft()
+    waiting = iter(choices)
+    while (choice := next(waiting, None) or next(waiting := iter(last()), None)) is not None:
         if choice.fix in log.unfit:
             continue
         if choice.label in log.failed:
@@ -122,7 +121,7 @@ async def heal(
         if is_last or transaction.losses():
             break
         if more is not None:
-            waiting.extendleft(reversed(more()))
+            waiting = chain(more(), waiting)
     return log.back(OutcomeKind.REFUSED if log.error is None else OutcomeKind.ROLLED_BACK, log.why), log.error
 
 

@@ -77,8 +77,10 @@ def teams_in_room() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def teams_ended() -> Iterator[Callable[[], None]]:
+def teams_ended() -> Iterator[Callable[[int], None]]:
     """End this thread's teams while the body copies the process; yield what lets a copy begin teams of its own.
+
+    It takes how many copies there are at once: each gets its share of the threads.
 
     That does nothing where teams cannot be ended, or could not begin again. Source: ``omp_pause_resource_all`` of
     OpenMP 5.0; GNU's runtime has it from GCC 9 on.
@@ -89,7 +91,7 @@ def teams_ended() -> Iterator[Callable[[], None]]:
     threads = max((threads for _, _, threads in before), default=1)
     can_end = threads > 1 and all(hasattr(one, "omp_pause_resource_all") for _, one in found)
     if not can_end or not _has_room_for(2 * (threads - 1)):  # a copy has one thread: to end a team would wait for it
-        yield lambda: None
+        yield lambda _: None
         return
     again = {path for path, _ in found if path in _begun}
     ended = [one.omp_pause_resource_all(_HARD) == 0 for _, one in found]
@@ -97,8 +99,8 @@ def teams_ended() -> Iterator[Callable[[], None]]:
         del _begun[path]
     try:
         torch = sys.modules.get("torch")
-        set_number = (lambda: None) if torch is None else partial(torch.set_num_threads, torch.get_num_threads())
-        yield partial(_begin_anew, before, set_number) if all(ended) else lambda: None
+        number = 1 if torch is None else torch.get_num_threads()
+        yield partial(_begin_anew, before, number) if all(ended) else lambda _: None
     finally:
         if again:
             begin_teams()
@@ -115,10 +117,11 @@ def _allow(before: list[tuple[Any, int, int]]) -> None:
         runtime.omp_set_num_threads(threads)
 
 
-def _begin_anew(before: list[tuple[Any, int, int]], set_number: Callable[[], None]) -> None:
+def _begin_anew(before: list[tuple[Any, int, int]], number: int, copies: int) -> None:
     """Let a copy have teams of its own. Torch's other pool is made anew first: a team's threads would race for it."""
-    _allow(before)
-    set_number()
+    if number // copies > 1:
+        _allow([(runtime, levels, max(threads // copies, 1)) for runtime, levels, threads in before])
+        sys.modules["torch"].set_num_threads(number // copies)
 
 
 def _have_torch_set_its_number() -> None:

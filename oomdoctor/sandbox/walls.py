@@ -41,15 +41,19 @@ def raise_limits() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def bound_memory() -> None:
-    """Let this process take half of what the machine has left, so that it ends before others have to."""
+def bound_memory(processes: int = 1) -> None:
+    """Let this process take its share of what the machine has left, half of it for one, so that others need not end.
+
+    Args:
+        processes: how many there are with such a share.
+    """
     if not sys.platform.startswith("linux"):
         return
     import resource
 
     import psutil
 
-    most = psutil.Process().memory_info().data + psutil.virtual_memory().available // 2
+    most = psutil.Process().memory_info().data + psutil.virtual_memory().available // (1 + processes)
     _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -1,8 +1,8 @@
 """Compares two programs by running both in a sandbox: a copy of the process with the start of the cell brought back.
 
 The sandbox forks a run of the unchanged program, one of the changed one, and where they differ some of the unchanged
-program begun a last digit off, which show how far rounding carries. First on a few rows, then on as many rows and steps
-as the time allows: what depends on how many there are shows then.
+program begun a last digit off, which show how far rounding carries (see ``runs``). First on a few rows, then on as many
+rows and steps as the time allows: what depends on how many there are shows then.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
@@ -26,11 +26,12 @@ from oomdoctor.objects.leaves import ANOTHER_NAME, RANDOM, Leaf
 from oomdoctor.program.definitions import bound_in_other_loops, read
 from oomdoctor.program.names import bound_names, read_names
 from oomdoctor.program.regions import regions
-from oomdoctor.sandbox.copies import Copy, answered, one_sentence
+from oomdoctor.sandbox.copies import answered, one_sentence
 from oomdoctor.sandbox.openmp import keep_one_thread, teams_ended
 from oomdoctor.sandbox.walls import bound_memory, orphan_workers
 from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
 from oomdoctor.trial.run import End, Terms, run
+from oomdoctor.trial.runs import RUN_S, Runs, at_once
 from oomdoctor.trial.stage import HostCopies, Stage
 
 _ROWS: Final = (13, 31, 61, 127, 251)
@@ -38,8 +39,7 @@ _ROWS: Final = (13, 31, 61, 127, 251)
 dimensions, by which the batch could be mistaken, seldom are."""
 AIM_S: Final = 2.0
 """Time that a trial aims to take."""
-_RUN_S: Final = 40.0
-"""Time after which a single run is given up."""
+_TRIAL_S: Final = 10 * RUN_S
 _ROWS_OF_PART: Final = 4
 _LARGE: Final = 20_000_000
 """Numbers in a model's parameters: a step multiplies by each several times, for every token or place."""
@@ -63,7 +63,7 @@ def compare(
     session: Session,
     prepare: Callable[[], None],
     before: Attempt,
-    changed: Sequence[Attempt],
+    changed: Iterable[Attempt],
     *,
     effect: Effect,
     leaves: tuple[str, ...] = (),
@@ -78,7 +78,8 @@ def compare(
         session: the program, live. Nothing of it is changed.
         prepare: brings back the start of the cell; called in the copy alone.
         before: the unchanged program.
-        changed: ways to write the changed one, the likeliest first: they are tried until one leaves the same.
+        changed: ways to write the changed one, the likeliest first: they are tried, and taken in the copy, until one
+            leaves the same.
         effect: EXACT asks for the same bit for bit, anything else for the same up to rounding.
         leaves: endings of the paths of what the change leaves otherwise by its nature.
         parts: in how many parts the change takes a batch: there are rows enough for a last one that is smaller.
@@ -88,7 +89,6 @@ def compare(
     """
     if not hasattr(os, "fork"):
         return Trial(same=None, why="this system cannot copy a process")
-    limit_s = aim_s + 3 * (1 + len(changed)) * _RUN_S
     rows = max((few for few in _ROWS if few < _ROWS_OF_PART * parts), default=_ROWS[0])
 
     in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
@@ -109,12 +109,17 @@ def compare(
         warm_up()
         stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
         deadline = time.monotonic() + aim_s
-        given: dict[str, Any] = {"session": session, "stage": stage, "before": before, "begin_teams": begin_teams}
+
+        def ran(attempt: Attempt, terms: Terms) -> End:
+            begin_teams(at_once())
+            return run(session, stage, attempt, terms)
+
+        given: dict[str, Any] = {"session": session, "stage": stage, "runs": Runs(ran), "before": before}
         first = _Comparison(**given, effect=effect, leaves=leaves, rows=rows)
         return json.dumps(asdict(_found(first, changed, deadline)))
 
     with teams_ended() as begin_teams:
-        answer, why = answered(tried, limit_s=limit_s)
+        answer, why = answered(tried, limit_s=_TRIAL_S)
     if answer is None:
         return Trial(same=None, why=why)
     told = json.loads(answer)
@@ -128,22 +133,30 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def _found(comparison: _Comparison, changed: Sequence[Attempt], deadline: float) -> Trial:
+def _found(comparison: _Comparison, changed: Iterable[Attempt], deadline: float) -> Trial:
     """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
-    at, first = 0, None
-    while at < len(changed):
-        begun = time.monotonic()
-        trial = comparison.of(changed[at])
+    ways = iter(changed)
+    at, first, way, following = 0, None, next(ways, None), list[Attempt | None]()
+
+    def then() -> Attempt | None:
+        if not following:
+            following.append(next(ways, None))
+        return following[0]
+
+    while way is not None:
+        begun = time.monotonic() - comparison.took_s
+        trial = comparison.of(way, then)
         if trial.same is None:
             return first or trial
         if trial.same is False:
-            first, at = first or trial, at + 1
+            first, at, way = first or trial, at + 1, then()
+            following.clear()
             continue
-        last, took_s = replace(trial, chosen=at), time.monotonic() - begun + comparison.took_s
+        last, took_s = replace(trial, chosen=at), time.monotonic() - begun
         if took_s * _PATIENCE >= deadline - time.monotonic():
             return last
         wider = comparison.wider()
-        if wider is None or wider.of(changed[at]).same is None:
+        if wider is None or wider.of(way, then).same is None:
             return last
         comparison = wider
     return first or Trial(same=None, why="there is nothing to try")
@@ -154,20 +167,20 @@ class _Comparison:
     """The unchanged program on so many rows, and what others leave beside it. For other arguments see ``compare``.
 
     Attributes:
+        runs: makes the runs.
         rows: how many of a batch are taken; ``steps``: of an optimizer.
-        begin_teams: lets a run's process divide its work among threads.
         large: numbers in a model's parameters above which it has to do with ``_ROWS_OF_LARGE``; None: with all.
         is_precise: whether autocast is left off.
-        took_s: what the runs of the unchanged program took.
+        took_s: how long the run of the unchanged program was waited for.
     """
 
     session: Session
     stage: Stage
+    runs: Runs
     before: Attempt
     effect: Effect
     leaves: tuple[str, ...]
     rows: int
-    begin_teams: Callable[[], None]
     steps: int = _FEW_STEPS
     large: int | None = _LARGE
     is_precise: bool = False
@@ -175,11 +188,28 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.took_s = 0.0
         self._known: dict[Attempt, Trial] = {}
-        self._runs: dict[tuple[int, bool], End] = {}
-        self._unchanged = self._ended(self.before, large=self.large if self.rows > _ROWS_OF_LARGE else None)
-        if self._unchanged.is_large:
+        self.runs.forget()
+
+    @cached_property
+    def _unchanged(self) -> End:
+        """What the unchanged program leaves; it is run on fewer rows where a model is large."""
+        begun, end = time.monotonic(), self._ended(self.before, large=self._large)
+        if end.is_large:
             self.rows = _ROWS_OF_LARGE
-            self._unchanged = self._ended(self.before)
+            self.runs.forget()
+            end = self._ended(self.before)
+        self.took_s = time.monotonic() - begun
+        return end
+
+    @property
+    def _large(self) -> int | None:
+        return self.large if self.rows > _ROWS_OF_LARGE else None
+
+    @cached_property
+    def _lines(self) -> frozenset[str]:
+        """The lines of the unchanged program, and of the user's files: its loops begin on them."""
+        told = (*self.before.replays, self.before.source, *(one.source for one in self.session.cells.modules))
+        return frozenset(self.stage.lines.union(line.strip() for text in told for line in text.splitlines()))
 
     @property
     def is_whole(self) -> bool:
@@ -201,35 +231,44 @@ class _Comparison:
     def _whole(self) -> _Comparison:
         return replace(self, rows=_ALL, large=None)
 
-    def of(self, after: Attempt) -> Trial:
-        """Return what comes of a changed program."""
+    def of(self, after: Attempt, then: Callable[[], Attempt | None]) -> Trial:
+        """Return what comes of a changed program; ``then`` returns what is asked about where it leaves another end."""
         if after not in self._known:
-            self._known[after] = self._compared(after)
+            self._known[after] = self._compared(after, then)
         return self._known[after]
 
-    def _compared(self, after: Attempt) -> Trial:
+    def _compared(self, after: Attempt, then: Callable[[], Attempt | None]) -> Trial:
+        own, given = _own_names(self.session, self.before, after), self._of_changed(after)
+        self._ahead(self.before, large=self._large)
+        self._ahead(after, **given, large=self._large)
+        if self._known:  # one was refuted, and the next may be
+            self._ahead_of(then())
         unchanged = self._unchanged
+        if self.effect is not Effect.EXACT:
+            self._ahead(self.before, **self._otherwise(nudged=1))
         if unchanged.error is not None and not self.is_whole:  # its batches may have to be of one size
-            return self._whole.of(after)
+            return self._whole.of(after, then)
         on_host = self.stage.copies is not None  # a kernel may be missing there
         if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes or on_host):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
-        own = _own_names(self.session, self.before, after)
-        given = {"known": unchanged.known, "names": [name for name in unchanged.names if name not in own]}
-        changed = self._ended(after, **given, ends=(None, unchanged.error))
-        if (trial := self._of_unlike_runs(after, changed)) is not None:
+        changed = self._ended(after, **given, large=self._large)
+        if changed.is_large:  # what it calls is not what the unchanged program calls
+            changed = self._ended(after, **given)
+        if (trial := self._of_unlike_runs(after, changed, then)) is not None:
             return trial
         left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
-        found = self._beyond_rounding(left, changed.leaves)
+        found = self._beyond_rounding(left, changed.leaves, then)
         if found is None:
             return Trial(same=None, why="rounding alone changes what the cell leaves")
         beside, excused = self._of_parts(after, left, found)
         found = [one for one in found if one.path not in excused]
         if any(left[one.path].is_of_library for one in found):
+            self._ahead(after, **given, begins=True)
             begun = self._again(begins=True).begun, self._ended(after, **given, begins=True).begun
             excused |= {one.path for one in found if _is_setting(one.path, left[one.path], *begun)}
             found = [one for one in found if one.path not in excused]
         if found:  # a clock or an id is another in each run
+            self._ahead_of(then())
             again = self._again().leaves
             unsteady = {one.path for one in found if is_unsteady(one.path, left, changed.leaves, again)}
             if any(left[path].is_gradient for path in unsteady):
@@ -243,7 +282,7 @@ class _Comparison:
         basis = f"{self._basis()}, {self._equal(kept, changed.leaves)}"
         return Trial(same=True, basis=basis, beside=tuple(sorted(beside)))
 
-    def _of_unlike_runs(self, after: Attempt, changed: End) -> Trial | None:
+    def _of_unlike_runs(self, after: Attempt, changed: End, then: Callable[[], Attempt | None]) -> Trial | None:
         """Return what comes of it where the two runs cannot be compared by what they leave, None where they can."""
         unchanged = self._unchanged
         if changed.is_ours or (self.stage.copies is not None and changed.error is not None):
@@ -255,11 +294,11 @@ class _Comparison:
         if changed.error != unchanged.error:
             return Trial(same=False, basis=self._basis(), why=f"the changed cell raises {changed.error}")
         if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # it takes others, or none so small
-            return self._whole.of(after)
+            return self._whole.of(after, then)
         if is_idle:
             return Trial(same=None, why="the cell takes no step on the batches that were tried")
         if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
-            precise = self._without_autocast.of(after)
+            precise = self._without_autocast.of(after, then)
             return precise if precise.same is False else None
         return None
 
@@ -267,7 +306,7 @@ class _Comparison:
         self, after: Attempt, left: Mapping[str, Leaf], found: Sequence[Difference]
     ) -> tuple[set[str], set[str]]:
         """Return the names that are of the last part alone afterwards, and the paths that may differ for it."""
-        of_part = bound_in_other_loops(after.source, self._unchanged.known)
+        of_part = bound_in_other_loops(after.source, self._lines)
         rows = {one.path: _root(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
         others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and _root(path) not in of_part)
@@ -286,13 +325,20 @@ class _Comparison:
         far = f" (`{_shown(path)}`, which rounding alone moves as far)" if size > _FAR else ""
         return "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
 
-    def _beyond_rounding(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> list[Difference] | None:
+    def _beyond_rounding(
+        self, left: Mapping[str, Leaf], after: Mapping[str, Leaf], then: Callable[[], Attempt | None]
+    ) -> list[Difference] | None:
         """Return what differs by more than rounding, None where that alone changes too much of what is left."""
         found, controls = list(differences(left, after, None)), list[Mapping[str, Leaf]]()
         while found and self.effect is not Effect.EXACT and len(controls) < _CONTROLS:
             if controls and not any(one.size is not None and one.size <= _FAR for one in found):
                 break
-            control = self._again(nudged=len(controls) + 1)
+            at = len(controls) + 1
+            for nudged in (at, 0, at + 1)[: 2 if at == _CONTROLS else 3]:
+                self._ahead(self.before, **self._otherwise(nudged=nudged))
+            if controls:
+                self._ahead_of(then())
+            control = self._again(nudged=at)
             if control.is_ours:
                 break
             if is_blurred(left, control.leaves):
@@ -301,29 +347,33 @@ class _Comparison:
             found = list(differences(left, after, controls))
         return found
 
-    def _again(self, *, nudged: int = 0, begins: bool = False) -> End:
-        """Run the unchanged program once more, once for all that are compared with it. See ``Terms``.
+    def _again(self, **otherwise: Any) -> End:
+        """Run the unchanged program once more, as ``_otherwise`` says."""
+        return self._ended(self.before, **self._otherwise(**otherwise))
 
-        What it was begun otherwise for is told by that alone; where that is nothing, its clock goes faster.
+    def _of_changed(self, after: Attempt) -> dict[str, Any]:
+        return {"without": frozenset(_own_names(self.session, self.before, after))}
+
+    def _otherwise(self, *, nudged: int = 0, begins: bool = False) -> dict[str, Any]:
+        """Return the terms of another run of the unchanged program. See ``Terms``.
+
+        What it is begun otherwise for is told by that alone; where that is nothing, its clock goes faster.
         """
-        if (nudged, begins) not in self._runs:
-            unchanged = self._unchanged
-            given = {"known": unchanged.known, "names": unchanged.names, "is_coarse": unchanged.computes_in_16_bits}
-            ticks = 1 if nudged or begins else 3
-            self._runs[nudged, begins] = self._ended(self.before, **given, nudged=nudged, begins=begins, ticks=ticks)
-        return self._runs[nudged, begins]
+        is_coarse, ticks = self._unchanged.computes_in_16_bits, 1 if nudged or begins else 3
+        return {"is_coarse": is_coarse, "nudged": nudged, "begins": begins, "ticks": ticks}
 
     def _ended(self, attempt: Attempt, **given: Any) -> End:
-        begun = time.monotonic()
-        terms = Terms(rows=self.rows, steps=self.steps, is_precise=self.is_precise, **given)
+        return self.runs.end_of(attempt, self._terms(**given))
 
-        def ran() -> End:
-            self.begin_teams()
-            return run(self.session, self.stage, attempt, terms)
+    def _ahead(self, attempt: Attempt, **given: Any) -> None:
+        self.runs.ahead(attempt, self._terms(**given))
 
-        end = _end_of(ran)
-        self.took_s += time.monotonic() - begun if attempt is self.before else 0.0
-        return end
+    def _ahead_of(self, other: Attempt | None) -> None:
+        if other is not None:
+            self._ahead(other, **self._of_changed(other), large=self._large)
+
+    def _terms(self, **given: Any) -> Terms:
+        return Terms(rows=self.rows, steps=self.steps, known=self._lines, is_precise=self.is_precise, **given)
 
     def _basis(self) -> str:
         unchanged = self._unchanged
@@ -340,15 +390,6 @@ def _is_setting(path: str, leaf: Leaf, before: Mapping[str, Leaf], after: Mappin
     was, became = before.get(path), after.get(path)
     is_constant = leaf.is_of_library and was is not None and was.exact == leaf.exact
     return is_constant and became is not None and became.exact != leaf.exact
-
-
-def _end_of(make: Callable[[], End]) -> End:
-    """Return the end that ``make`` returns in a copy of this process."""
-    copy = Copy(lambda: [make()], limit_s=_RUN_S)
-    for end in copy.wait():
-        return cast("End", end)
-    late = f"it did not end within {_RUN_S:.0f} s"
-    return End(error=late if copy.is_late else copy.failed, is_ours=True)
 
 
 def _root(path: str) -> str:

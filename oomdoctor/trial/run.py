@@ -48,20 +48,17 @@ class End:
     """What a run has left.
 
     Attributes:
-        names: the names of the user's at the end.
         steps: how many optimizer steps it took; ``rows``: in the largest batch of its loaders, before it was cut.
         was_cut: whether a loop ended before its time.
         computes: whether it has called a module, or backward, or stepped; ``trains``: one of the last two.
         computes_in_16_bits: autocast was on, or a gradient has such a type.
         error: what the user's code raised, None where it ran to its end; ``is_ours``: it could not be run, or did
             what a copy of the process may not do.
-        known: the lines of the program and of the user's files.
         begun: the leaves at the first forward, where they were asked for.
         is_large: it ended at the first forward of a model that is as large as was asked.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
     steps: int = 0
     was_cut: bool = False
     computes: bool = False
@@ -70,7 +67,6 @@ class End:
     computes_in_16_bits: bool = False
     error: str | None = None
     is_ours: bool = False
-    known: frozenset[str] = frozenset()
     begun: Mapping[str, Leaf] = field(default_factory=dict)
     is_large: bool = False
 
@@ -81,28 +77,26 @@ class Terms:
 
     Attributes:
         rows: how many rows of a batch are taken; ``steps``: how many optimizer steps of a loop.
-        known: the lines of the unchanged program; empty where it is this one.
-        names: what is looked at in the end; all names of the user's where it is empty.
+        known: the lines of the unchanged program, and of the user's files.
+        without: names of the user's that are not looked at in the end.
         nudged: begin with parameters that are off in the last digit, each number otherwise; 0 for those that there are.
         is_coarse: let them be off by the last digit of arithmetic in 16 bits.
         is_precise: leave autocast off, whose rounding hides what differs by less.
         begins: look at the leaves at the first forward as well.
         large: end at the first forward of a module whose parameters have more numbers than that.
         ticks: how far each reading of the clock moves it on.
-        ends: what it may raise for its end to be looked at, None for nothing; anything where it is empty.
     """
 
     rows: int
     steps: int
-    known: Collection[str] = ()
-    names: Collection[str] = ()
+    known: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
     nudged: int = 0
     is_coarse: bool = False
     is_precise: bool = False
     begins: bool = False
     large: int | None = None
     ticks: int = 1
-    ends: tuple[str | None, ...] = ()
 
 
 def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
@@ -120,10 +114,8 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
         ]
     except ForecastError as refusal:
         return End(error=str(refusal), is_ours=True)
-    told = (*texts, *(module.source for module in session.cells.modules))
-    known = terms.known or stage.lines.union(line.strip() for text in told for line in text.splitlines())
     namespace, begun = session.namespace, dict[str, Leaf]()
-    progress = Progress(known, terms.steps)
+    progress = Progress(terms.known, terms.steps)
     if terms.begins:
         progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
     if terms.is_precise:
@@ -142,16 +134,16 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
         error, is_ours = _ran(session, stage, attempt, codes)
     except _Large:
         return End(is_large=True)
-    end = End(error=error, is_ours=is_ours, rows=max(progress.drawn, default=0), known=progress.known, begun=begun)
-    return end if terms.ends and error not in terms.ends else _with_leaves(end, session, stage, progress, terms.names)
+    end = End(error=error, is_ours=is_ours, rows=max(progress.drawn, default=0), begun=begun)
+    return _with_leaves(end, session, stage, progress, terms.without)
 
 
-def _with_leaves(end: End, session: Session, stage: Stage, progress: Progress, names: Collection[str]) -> End:
+def _with_leaves(end: End, session: Session, stage: Stage, progress: Progress, without: Collection[str]) -> End:
     """Return the end of a run with what it has left."""
     namespace = session.namespace
     files = set(map(id, stage.written.values()))  # of which is told what stands in them
-    names = tuple(names) or tuple(name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX))
-    names = tuple(name for name in names if id(namespace.get(name)) not in files)
+    names = [name for name in names_of(namespace) if not name.startswith(HOOK_PREFIX) and name not in without]
+    names = [name for name in names if id(namespace.get(name)) not in files]
     files_written = {name: read_back(file) for name, file in stage.written.items()}
     extra = {_HOOKS: stage.hooks, _VALUE: namespace.get(_LAST), _FILES: files_written, _ENVIRONMENT: {**os.environ}}
     try:
@@ -162,7 +154,6 @@ def _with_leaves(end: End, session: Session, stage: Stage, progress: Progress, n
     return replace(
         end,
         leaves=leaves,
-        names=names,
         steps=progress.steps,
         was_cut=progress.was_cut,
         computes=bool(progress.steps or progress.backwards or progress.forwards),

@@ -13,7 +13,7 @@ def _run(fits, points_at):
     search, asked = Search(len(fits)), []
     while (dose := search.ask(points_at)) is not None:
         asked.append(dose)
-        search.answer(fits=fits[dose])
+        search.answer(dose, fits=fits[dose])
     return search, asked
 
 
@@ -62,7 +62,7 @@ def test_one_question_at_a_time():
     search = Search(5)
     assert search.ask(_guess(2)) == 2
     assert search.ask(_guess(2)) is None
-    search.answer(fits=False)
+    search.answer(2, fits=False)
     assert search.ask(_guess(2)) == 4
 
 
@@ -71,10 +71,25 @@ def test_doses_that_cannot_be_made_are_left_out():
     assert search.ask(_guess(3)) == 3
     search.leave_out_from(3)
     assert search.ask(_guess(1)) == 1
-    search.answer(fits=True)
+    search.answer(1, fits=True)
     search.leave_out_from(1)
     assert search.found is None
     assert search.ask(_guess(0)) == 0
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_asked_ahead_it_finds_the_same_whichever_answer_comes_first(failing, fitting, guess, random):
+    fits = _rising(failing, fitting)
+    search, running = Search(len(fits)), []
+    while True:
+        running += [dose for dose in (search.ask(_guess(guess)), search.ask_ahead()) if dose is not None]
+        if not running:
+            break
+        assert len(set(running)) == len(running)
+        dose = running.pop(random.randrange(len(running)))
+        search.answer(dose, fits=fits[dose])
+    assert search.found == (failing if fitting else None)
+    assert search.over
 
 
 def test_an_end_is_an_end():

@@ -1,0 +1,107 @@
+"""Runs of a trial, each in a copy of the process that it is called in: so many at once as there are processors for.
+
+A trial is waited for, so that what will be asked for is begun ahead where a processor is free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, TypeAlias, cast
+
+from oomdoctor.model.session import Attempt
+from oomdoctor.sandbox.copies import Copy, wait_for
+from oomdoctor.sandbox.walls import bound_memory
+from oomdoctor.trial.run import End, Terms
+
+RUN_S: Final = 40.0
+"""Time after which a single run is given up."""
+_MOST_AT_ONCE: Final = 3
+"""The unchanged program, the changed one, and a control."""
+
+_Key: TypeAlias = tuple[Attempt, Terms]
+
+
+def at_once() -> int:
+    """Return how many runs are made at the same time."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(processors, _MOST_AT_ONCE)
+
+
+class Runs:
+    """The runs of one trial, each made once for all who ask for it.
+
+    Args:
+        run: runs a program in the process that it is called in, which is of no use afterwards.
+    """
+
+    def __init__(self, run: Callable[[Attempt, Terms], End]) -> None:
+        self._run, self._at_once = run, at_once()
+        self._ends: dict[_Key, End] = {}
+        self._ahead: list[_Key] = []
+        self._running: dict[_Key, Copy] = {}
+        self._beside: set[_Key] = set()
+
+    def ahead(self, attempt: Attempt, terms: Terms) -> None:
+        """Begin a run that is likely to be asked for, as soon as a processor is free."""
+        key = attempt, terms
+        if self._at_once > 1 and key not in self._ends and key not in self._running and key not in self._ahead:
+            self._ahead.append(key)
+            self._begin_ahead()
+
+    def end_of(self, attempt: Attempt, terms: Terms) -> End:
+        """Return the end of a run, which is waited for.
+
+        One that could not be made beside others, which leave it less memory, is made once more alone.
+        """
+        key = attempt, terms
+        end = self._waited_for(key)
+        if end.is_ours and key in self._beside:
+            self.forget()
+            del self._ends[key]
+            end = self._waited_for(key)
+        return end
+
+    def forget(self) -> None:
+        """End the runs that were begun ahead and have not ended."""
+        for copy in self._running.values():
+            copy.end()
+        self._running.clear()
+        self._ahead.clear()
+
+    def _waited_for(self, key: _Key) -> End:
+        if key in self._ahead:
+            self._ahead.remove(key)
+        if key not in self._ends and key not in self._running:
+            self._begin(key)
+        while key not in self._ends:
+            wait_for(self._running.values(), self._running[key].left_s)
+            for one, copy in list(self._running.items()):
+                self._take(one, copy)
+            self._begin_ahead()
+        return self._ends[key]
+
+    def _begin_ahead(self) -> None:
+        while self._ahead and len(self._running) < self._at_once:
+            self._begin(self._ahead.pop(0))
+
+    def _begin(self, key: _Key) -> None:
+        share = self._at_once if self._running or self._ahead else 1
+
+        def ran() -> list[End]:
+            bound_memory(share)
+            return [self._run(*key)]
+
+        self._running[key] = Copy(ran, limit_s=RUN_S)
+        if len(self._running) > 1:
+            self._beside.update(self._running)
+
+    def _take(self, key: _Key, copy: Copy) -> None:
+        told = copy.poll()
+        if not told and not copy.over:
+            return
+        late = f"it did not end within {RUN_S:.0f} s"
+        end = cast("End", told[0]) if told else End(error=late if copy.is_late else copy.failed, is_ours=True)
+        copy.end()
+        del self._running[key]
+        self._ends[key] = end
