@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The constraint is in every call of pip: without it, torch may come with gigabytes of CUDA libraries.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
-CHOSEN := -m "not slow"
+CHOSEN := -m "not slow and not thorough"
 # Each worker has as many threads as the machine has cores: those that wait must not spin.
 export OMP_WAIT_POLICY := PASSIVE
 # MKL would take fewer threads while the machine is busy, and round otherwise then.
@@ -31,7 +31,7 @@ ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/n
 TORCH ?= 2.4.1
 TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: help demo test test-all test-colab test-cuda test-torch check docs new clean
+.PHONY: help demo test test-ci test-all test-colab test-cuda test-torch check docs new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +39,14 @@ help: ## List the targets
 demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves demo-output/
 	$(BIN)/oomdoctor demo
 
-test: $(VENV)/.installed-dev ## Run the tests that are not slow (PYTEST_ARGS="-k word" for some of them)
+test: $(VENV)/.installed-dev ## Run the tests that take less than a second (PYTEST_ARGS="-k word" for some of them)
 	$(BIN)/python -m pytest $(WORKERS) $(CHOSEN) $(PYTEST_ARGS)
 
+test-ci: CHOSEN := -m "not thorough"
+test-ci: test ## Run the slow ones as well, which take a second or more
+
 test-all: CHOSEN :=
-test-all: test ## Run all tests, the slow ones too
+test-all: test ## Run all tests: those that take five seconds, and all rows of tables, too
 
 test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipykernel and ipywidgets of Google Colab
 	$(COLAB)/bin/python -m pytest $(WORKERS) -p no:cacheprovider $(COLAB_TESTS) $(PYTEST_ARGS)
@@ -52,7 +55,7 @@ test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA buil
 	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
 	$(ON_STUB) $(CUDA)/bin/python -m pytest $(WORKERS) -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
 
-test-torch: $(TORCH_VENV)/.installed ## Run the tests that are not slow with another torch: make test-torch TORCH=2.4.1
+test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1
 	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) $(CHOSEN) -p no:cacheprovider $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers

@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _ROOT = Path(__file__).parents[1]
 _LOOK_AROUND = ("allocator", "evidence", "fixes", "forecast", "objects", "retry", "shell", "trial")
 """Folders whose tests take snapshots, censuses or forecasts of their process."""
+_THOROUGH_S = 5
 _OF_TESTS = tuple(str(_ROOT / name) for name in ("tests", "benchmarks", "tools"))
 
 
@@ -31,13 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what was measured to take long, see ``tools/slow_tests.py``, and what looks at all that is alive."""
-    slow = set((_ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines())
+    lines = (_ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    seconds = {name: int(told) for told, name in (line.split(" ", 1) for line in lines)}
     for item in items:
         # A fork cannot use a device where the process that it is of may have asked for one.
         if item.path.parent.name in _LOOK_AROUND and not item.get_closest_marker("gpu"):
             item.add_marker(file_forks.MARKER)
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+        if item.nodeid in seconds:
+            item.add_marker(pytest.mark.thorough if seconds[item.nodeid] >= _THOROUGH_S else pytest.mark.slow)
 
 
 class OfTests(ModuleType):

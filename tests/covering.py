@@ -1,4 +1,4 @@
-"""Which rows of a table ``make test`` takes: the others are marked slow, and are left to ``make test-all``."""
+"""Which rows of a table ``make test`` takes: the others are ``thorough``, and are left to ``make test-all``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = tuple[Any, ...]
 
 def few(values: Iterable[Any], taken: Container[Any]) -> list[Any]:
     """Return all ``values`` as parameters, of which ``make test`` takes those that are named."""
-    return [_parameter(value, is_slow=value not in taken) for value in values]
+    return [_parameter(value, is_left=value not in taken) for value in values]
 
 
 def each_value(*axes: Iterable[Any]) -> list[Any]:
@@ -33,7 +33,7 @@ def each_value(*axes: Iterable[Any]) -> list[Any]:
         best = max(rows, key=lambda row: (len(left.intersection(enumerate(row))), -_likeness(row, taken)))
         taken.add(best)
         left.difference_update(enumerate(best))
-    return [_parameter(row, is_slow=row not in taken) for row in rows]
+    return [_parameter(row, is_left=row not in taken) for row in rows]
 
 
 def _flat(row: Row) -> Iterator[Any]:
@@ -45,6 +45,6 @@ def _likeness(row: Row, taken: Iterable[Row]) -> int:
     return sum(sum(map(eq, row, one)) ** 2 for one in taken)
 
 
-def _parameter(value: Any, *, is_slow: bool) -> Any:
+def _parameter(value: Any, *, is_left: bool) -> Any:
     values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.slow if is_slow else ())
+    return pytest.param(*values, marks=pytest.mark.thorough if is_left else ())

@@ -32,7 +32,7 @@ def test_is_in_another_process(): assert seen == []
 SHARED = "import sys\ndef test_there_is_no_torch_here(): assert 'torch' not in sys.modules\n"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_failures_hangs_and_ends_of_the_process_are_told(tmp_path: Path) -> None:
     for name in ("file_forks.py", "kernel_forks.py"):
         shutil.copy(HERE / name, tmp_path)

@@ -102,7 +102,7 @@ def test_the_new_rule_is_sound_but_for_its_example(checkout):
     assert load([rule], known_fixes=["offload_states"]).rules[0].file.id == "states_fill_memory"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_scaffold_passes_the_checks_and_its_tests_fail(checkout):
     assert make_new(checkout, "FIX=offload_states").returncode == 0
     python = sys.executable

@@ -1,4 +1,4 @@
-"""Write ``tests/slow.txt``, the tests that ``make test`` leaves to ``make test-all``: those that took long.
+"""Write ``tests/slow.txt``, the tests that ``make test`` leaves to ``make test-ci``: those that took long.
 
 After ``make test-all PYTEST_ARGS=--junitxml=times.xml``, on a machine that does nothing else:
 ``python tools/slow_tests.py times.xml``. Rows of tables that few others are like are marked where the tables are, by
@@ -12,13 +12,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 LIST = Path(__file__).parents[1] / "tests" / "slow.txt"
-LEAST_S = 5.0
+LEAST_S = 1
 
 
-def slow(file: Path) -> set[str]:
-    """Return the tests of a report by pytest that took long, as pytest names them."""
+def slow(file: Path) -> dict[str, int]:
+    """Return the tests of a report by pytest that took long, as pytest names them, with the whole seconds of each."""
     cases = ElementTree.parse(file).getroot().iter("testcase")
-    return {_named(**case.attrib) for case in cases if float(case.attrib["time"]) > LEAST_S}
+    seconds = {_named(**case.attrib): int(float(case.attrib["time"])) for case in cases}
+    return {name: took for name, took in seconds.items() if took >= LEAST_S}
 
 
 def _named(classname: str, name: str, **_: str) -> str:
@@ -28,4 +29,5 @@ def _named(classname: str, name: str, **_: str) -> str:
 
 
 if __name__ == "__main__":
-    LIST.write_text("".join(f"{one}\n" for one in sorted(set().union(*map(slow, map(Path, sys.argv[1:]))))))
+    found = {name: took for file in sys.argv[1:] for name, took in slow(Path(file)).items()}
+    LIST.write_text("".join(f"{took} {name}\n" for name, took in sorted(found.items())))

@@ -380,14 +380,3 @@ def _title(titles: Sequence[str]) -> str:
 
 def _slowdown(parts: Sequence[Part]) -> float:
     return prod(part.proposal.slowdown for part in parts)
-
-
-def steps_of_two(first: Change, second: Change) -> list[Parts]:
-    """Return the doses of two changes together: each step makes the one stronger that has the more steps left."""
-    at, ends = [0, 0], (len(first.doses) - 1, len(second.doses) - 1)
-    doses = [(*first.doses[0], *second.doses[0])]
-    while at != list(ends):
-        which = 0 if ends[0] - at[0] >= ends[1] - at[1] else 1
-        at[which] += 1
-        doses.append((*first.doses[at[0]], *second.doses[at[1]]))
-    return doses

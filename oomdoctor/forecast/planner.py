@@ -1,9 +1,7 @@
 """Decides which forecasts to make, and makes the plan of what they say.
 
 The change that is likeliest to be the best is searched first, by the order in which the plan ranks what is known of
-them. Two changes are put together only where no single one fits: none that keeps the result, for two that keep it, and
-none at all, for others. Before that, settings of the allocator are put beside what is known already: the trace of each
-dry run tells what it needs with them.
+them. See ``dose_search`` for the doses of one, and ``combinations`` for what is put together where no single one fits.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
-from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Parts, Supposed, steps_of_two, taken_at_its_word
+from oomdoctor.forecast.combinations import Combinations
+from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, taken_at_its_word
 from oomdoctor.forecast.ledger import allocator_settings
 from oomdoctor.forecast.reading import Reading, late
 from oomdoctor.model.absence import Refused, Unavailable
@@ -37,8 +35,6 @@ PENDING: Final = "its dry run has not ended yet"
 _ENOUGH: Final = "a change that keeps the results was seen to fit before"
 _SEEN: Final = 0.95
 """A dry run that needs less than this share of what was held and asked for has not seen what fills the memory."""
-_SAVES: Final = 0.98
-"""A fix that leaves more than this share of the peak is none to put beside another."""
 _UNCHANGED_UNSEEN: Final = 0.3
 """How far off a forecast of a changed cell is taken to be where the unchanged one could not be forecast."""
 _PASSES: Final = 2
@@ -47,10 +43,6 @@ _KEPT: Final = 4
 """How many times its parameters a training is supposed to keep: with gradients and the two states of Adam."""
 _MUCH: Final = 4 / 3
 """Ratio of times from which on a retry waits for the forecast of the change that promises the shorter one."""
-_PAIRED: Final = 4
-"""So many of the fixes that save most are put together by twos."""
-_STEPS: Final = 4
-"""So many doses of two together are asked about, the strongest: no single one was enough in its own strongest."""
 
 
 class Planner:
@@ -77,9 +69,7 @@ class Planner:
         self._cost: float | None = None
         self._is_blind = False
         self._waiting: list[tuple[Change, int, Reading]] = []
-        self._pairs: list[tuple[Change, Change]] | None = None
-        self._settings: list[Part] = []
-        self._readings: list[tuple[Change, int, Reading]] = []
+        self._combinations = Combinations(self._changes, session, evidence)
 
     # How it goes ------------------------------------------------------------------------------------------------
 
@@ -123,7 +113,9 @@ class Planner:
         ]
         refusals = [(one.fixes[0], one.refused) for one in self._changes if one.refused is not None and one.is_single]
         made = {fix for change in self._changes for fix in change.fixes}
-        refusals += [(part.fix.id, part.proposal.basis) for part in self._settings if part.fix.id not in made]
+        refusals += [
+            (part.fix.id, part.proposal.basis) for part in self._combinations.settings if part.fix.id not in made
+        ]
         return Plan(
             unchanged=unchanged,
             candidates=tuple(sorted(offered, key=self._rank)),
@@ -173,7 +165,7 @@ class Planner:
                 continue
             doses = [(Part(fix=fix, proposal=proposal),) for proposal in proposals]
             if fix.allocates:
-                self._settings += [part for part, *_ in doses]
+                self._combinations.settings += [part for part, *_ in doses]
             if fix.allocates and not any(proposal.saves for proposal in proposals):
                 continue  # offered only where a dry run tells that it is enough
             change = Change(len(self._changes), doses, self._session, self._evidence)
@@ -193,7 +185,8 @@ class Planner:
                     continue
                 if not self._is_settled(change) and (asked := change.ask(*known)) is not None:
                     return change, *asked
-            if not self._pair_up(unchanged):
+            are_asked = self._unchanged is not None and all(map(self._is_settled, self._changes))
+            if not (are_asked and unchanged.peak is not None and self._combinations.put_together(unchanged.peak)):
                 return self._ask_ahead()
 
     def _ask_ahead(self) -> tuple[Change, int, Attempt] | None:
@@ -246,80 +239,13 @@ class Planner:
         is_first = _may_fit(candidate.forecast) and (candidate.effect in KEEPING or self._frees_leak(candidate))
         return (not is_first, *self._rank(candidate), change.place)
 
-    def _pair_up(self, unchanged: Forecast) -> bool:
-        """Put two changes together, if no single one was enough; return whether there is something new to ask."""
-        if self._unchanged is None or not all(map(self._is_settled, self._changes)) or unchanged.peak is None:
-            return False
-        self._set_allocator()
-        if self._pairs is None:
-            self._pairs = self._possible_pairs(unchanged.peak)
-        while self._pairs:
-            pair = self._pairs.pop(0)
-            if any(self._beats(done, pair) for done in self._changes):
-                continue
-            change = self._of_two(pair, _STEPS, unchanged.peak)
-            if isinstance(change.attempt(len(change.doses) - 1), Refused):
-                continue
-            self._changes.append(change)
-            return True
-        return False
-
-    def _set_allocator(self) -> None:
-        """Put settings of the allocator beside the mildest dose for which they are enough, if nothing is without."""
-        if any(change.search.found is not None and change.effect in KEEPING for change in self._changes):
-            return
-        for change, index, reading in sorted(self._readings, key=lambda one: (one[0].place, one[1])):
-            if change.effect in KEEPING and index in change.told:
-                for part in self._settings:
-                    self._add_settings(change.doses[index], part, reading, change.told[index])
-        self._readings.clear()
-
-    def _add_settings(self, parts: Parts, part: Part, reading: Reading, told: Forecast) -> None:
-        """Offer a setting of the allocator beside a dose, where the trace of its dry run fits with it."""
-        forecast = reading.with_settings(part.fix.allocates, told)
-        change = Change(len(self._changes), [(*parts, part)], self._session, self._evidence)
-        there = next((done for done in self._changes if done.fixes == change.fixes), None)
-        if there is not None and not there.told:
-            there.take(forecast or told)
-        elif there is None and forecast and forecast.fits and not isinstance(change.attempt(0), Refused):
-            change.take(forecast)
-            self._changes.append(change)
-
-    def _of_two(self, pair: tuple[Change, Change], steps: int, peak: int) -> Change:
-        """Return two changes together in their strongest doses, each thought to leave its share of what is left."""
-        left = math.prod(change.least_told() / peak for change in pair)
-        return Change(len(self._changes), steps_of_two(*pair)[-steps:], self._session, self._evidence, left)
-
-    def _possible_pairs(self, peak: int) -> list[tuple[Change, Change]]:
-        """Return the pairs to try, those that keep the result and save most first."""
-        left = {
-            change.place: change.least_told() / peak
-            for change in self._changes
-            if change.refused is None and change.is_single and change.told and not change.breaks and change.joins
-        }
-        saving = [change for change in self._changes if left.get(change.place, 1.0) < _SAVES]
-        saving.sort(key=lambda one: left[one.place])
-        keeping = [change for change in saving if change.effect in KEEPING][:_PAIRED]
-        pairs = dict.fromkeys([*combinations(keeping, 2), *combinations(saving[:_PAIRED], 2)])
-
-        def order(pair: tuple[Change, Change]) -> tuple[bool, float]:
-            return not all(one.effect in KEEPING for one in pair), left[pair[0].place] * left[pair[1].place]
-
-        return sorted(pairs, key=order)
-
-    def _beats(self, done: Change, pair: tuple[Change, Change]) -> bool:
-        """Whether a change that fits makes this pair needless."""
-        keeps = all(one.effect in KEEPING for one in pair)
-        return done.search.found is not None and (done.effect in KEEPING or not keeps)
-
     # What is answered -------------------------------------------------------------------------------------------
 
     def _answer(self, key: Any, reading: Reading) -> None:
         if key is None:
             self._unchanged = self._judged(reading)
             self._measure(reading)
-            for part in self._settings:
-                self._add_settings((), part, reading, self._unchanged)
+            self._combinations.set_allocator((), reading, self._unchanged)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._tell(*one)
@@ -335,7 +261,7 @@ class Planner:
 
     def _measure(self, reading: Reading) -> None:
         """Make the doses anew of those changes that choose by what each module keeps."""
-        self._evidence = replace(self._evidence, modules=reading.modules)
+        self._evidence = self._combinations.evidence = replace(self._evidence, modules=reading.modules)
         for change in self._changes:
             fix = change.doses[0][0].fix
             if reading.modules and change.is_single and fix.is_measured and change.refused is None:
@@ -368,7 +294,7 @@ class Planner:
             told = replace(estimate, peak=peak, at_least=True, refused=unchanged.refused)
             forecast = replace(told, slowdown=forecast.slowdown)
         change.told[index] = forecast
-        self._readings.append((change, index, reading))
+        self._combinations.note(change, index, reading)
         # What comes after the training is not seen with any dose.
         seen = replace(forecast, at_least=forecast.at_least and not reading.left_early)
         change.search.answer(index, fits=seen.verdict is Verdict.FITS)
@@ -395,24 +321,13 @@ class Planner:
         for change in self._changes:
             if not change.search.over and change.refused is None and change.why is None:
                 change.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
-        self._set_allocator()
+        self._combinations.set_allocator_beside()
         if self._unchanged.peak is not None and not any(map(self._may_heal, self._changes)):
-            self._offer_unpriced(self._unchanged.peak)
+            self._combinations.offer_unpriced(self._unchanged.peak, late(self.time_budget_s))
 
     def _may_heal(self, change: Change) -> bool:
         """Tell whether a change may be enough that is offered and keeps the results."""
         return change.is_offered and change.effect in KEEPING and _may_fit(self._known(change).forecast)
-
-    def _offer_unpriced(self, peak: int) -> None:
-        """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits."""
-        for pair in self._possible_pairs(peak):
-            change = self._of_two(pair, 1, peak)
-            alike = [done for done in self._changes if done.fixes == change.fixes]
-            is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
-            if change.effect in KEEPING and not is_known and not isinstance(change.attempt(0), Refused):
-                change.why, change.is_last = late(self.time_budget_s), True
-                self._changes.append(change)
-                return
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,9 +29,19 @@ from oomdoctor.program.regions import regions
 from oomdoctor.sandbox.copies import answered, one_sentence
 from oomdoctor.sandbox.openmp import keep_one_thread, teams_ended
 from oomdoctor.sandbox.walls import bound_memory, orphan_workers
-from oomdoctor.trial.differences import Difference, differences, is_blurred, is_unsteady, rounding
+from oomdoctor.trial.differences import (
+    Difference,
+    differences,
+    is_blurred,
+    is_setting,
+    is_unsteady,
+    root_of,
+    rounding,
+    shown,
+    why_of,
+)
 from oomdoctor.trial.run import End, Terms, run
-from oomdoctor.trial.runs import RUN_S, Runs, at_once
+from oomdoctor.trial.runs import RUN_S, Runs, Ways, at_once
 from oomdoctor.trial.stage import HostCopies, Stage
 
 _ROWS: Final = (13, 31, 61, 127, 251)
@@ -55,8 +65,6 @@ _CONTROLS: Final = 3
 """How often the unchanged program is begun a last digit off, where something differs by little more than that makes."""
 _FAR: Final = 1e-3
 """Relative difference that is told with what differs, though the control differs as much."""
-_NAMED: Final = 4
-_TOLD: Final = 600
 
 
 def compare(
@@ -114,9 +122,9 @@ def compare(
             begin_teams(at_once())
             return run(session, stage, attempt, terms)
 
-        given: dict[str, Any] = {"session": session, "stage": stage, "runs": Runs(ran), "before": before}
-        first = _Comparison(**given, effect=effect, leaves=leaves, rows=rows)
-        return json.dumps(asdict(_found(first, changed, deadline)))
+        given: dict[str, Any] = {"session": session, "stage": stage, "before": before, "effect": effect}
+        first = _Comparison(**given, runs=Runs(ran), ways=Ways(changed), leaves=leaves, rows=rows)
+        return json.dumps(asdict(_found(first, deadline)))
 
     with teams_ended() as begin_teams:
         answer, why = answered(tried, limit_s=_TRIAL_S)
@@ -133,30 +141,25 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def _found(comparison: _Comparison, changed: Iterable[Attempt], deadline: float) -> Trial:
+def _found(comparison: _Comparison, deadline: float) -> Trial:
     """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
-    ways = iter(changed)
-    at, first, way, following = 0, None, next(ways, None), list[Attempt | None]()
-
-    def then() -> Attempt | None:
-        if not following:
-            following.append(next(ways, None))
-        return following[0]
-
-    while way is not None:
+    ways, first = comparison.ways, None
+    while (way := ways.current) is not None:
         begun = time.monotonic() - comparison.took_s
-        trial = comparison.of(way, then)
+        trial = comparison.of(way)
         if trial.same is None:
             return first or trial
         if trial.same is False:
-            first, at, way = first or trial, at + 1, then()
-            following.clear()
+            first = first or trial
+            ways.go_on()
+            comparison.runs.until = math.inf
             continue
-        last, took_s = replace(trial, chosen=at), time.monotonic() - begun
+        last, took_s = replace(trial, chosen=ways.at), time.monotonic() - begun
         if took_s * _PATIENCE >= deadline - time.monotonic():
             return last
+        comparison.runs.until = deadline  # more is not worth a longer wait
         wider = comparison.wider()
-        if wider is None or wider.of(way, then).same is None:
+        if wider is None or wider.of(way).same is None:
             return last
         comparison = wider
     return first or Trial(same=None, why="there is nothing to try")
@@ -167,7 +170,7 @@ class _Comparison:
     """The unchanged program on so many rows, and what others leave beside it. For other arguments see ``compare``.
 
     Attributes:
-        runs: makes the runs.
+        runs: makes the runs; ``ways``: the changed programs.
         rows: how many of a batch are taken; ``steps``: of an optimizer.
         large: numbers in a model's parameters above which it has to do with ``_ROWS_OF_LARGE``; None: with all.
         is_precise: whether autocast is left off.
@@ -177,6 +180,7 @@ class _Comparison:
     session: Session
     stage: Stage
     runs: Runs
+    ways: Ways
     before: Attempt
     effect: Effect
     leaves: tuple[str, ...]
@@ -231,33 +235,34 @@ class _Comparison:
     def _whole(self) -> _Comparison:
         return replace(self, rows=_ALL, large=None)
 
-    def of(self, after: Attempt, then: Callable[[], Attempt | None]) -> Trial:
-        """Return what comes of a changed program; ``then`` returns what is asked about where it leaves another end."""
+    def of(self, after: Attempt) -> Trial:
+        """Return what comes of a changed program."""
         if after not in self._known:
-            self._known[after] = self._compared(after, then)
+            self._known[after] = self._compared(after)
         return self._known[after]
 
-    def _compared(self, after: Attempt, then: Callable[[], Attempt | None]) -> Trial:
-        own, given = _own_names(self.session, self.before, after), self._of_changed(after)
+    def _compared(self, after: Attempt) -> Trial:
+        own = self._own(after)
+        given: dict[str, Any] = {"without": own}
         self._ahead(self.before, large=self._large)
         self._ahead(after, **given, large=self._large)
         if self._known:  # one was refuted, and the next may be
-            self._ahead_of(then())
+            self._ahead_of_following()
         unchanged = self._unchanged
         if self.effect is not Effect.EXACT:
             self._ahead(self.before, **self._otherwise(nudged=1))
         if unchanged.error is not None and not self.is_whole:  # its batches may have to be of one size
-            return self._whole.of(after, then)
+            return self._whole.of(after)
         on_host = self.stage.copies is not None  # a kernel may be missing there
         if unchanged.error is not None and (unchanged.is_ours or not unchanged.computes or on_host):
             return Trial(same=None, why=f"the unchanged cell could not be tried: {unchanged.error}")
         changed = self._ended(after, **given, large=self._large)
         if changed.is_large:  # what it calls is not what the unchanged program calls
             changed = self._ended(after, **given)
-        if (trial := self._of_unlike_runs(after, changed, then)) is not None:
+        if (trial := self._of_unlike_runs(after, changed)) is not None:
             return trial
-        left = {path: leaf for path, leaf in unchanged.leaves.items() if _root(path) not in own}
-        found = self._beyond_rounding(left, changed.leaves, then)
+        left = {path: leaf for path, leaf in unchanged.leaves.items() if root_of(path) not in own}
+        found = self._beyond_rounding(left, changed.leaves)
         if found is None:
             return Trial(same=None, why="rounding alone changes what the cell leaves")
         beside, excused = self._of_parts(after, left, found)
@@ -265,10 +270,10 @@ class _Comparison:
         if any(left[one.path].is_of_library for one in found):
             self._ahead(after, **given, begins=True)
             begun = self._again(begins=True).begun, self._ended(after, **given, begins=True).begun
-            excused |= {one.path for one in found if _is_setting(one.path, left[one.path], *begun)}
+            excused |= {one.path for one in found if is_setting(one.path, left[one.path], *begun)}
             found = [one for one in found if one.path not in excused]
         if found:  # a clock or an id is another in each run
-            self._ahead_of(then())
+            self._ahead_of_following()
             again = self._again().leaves
             unsteady = {one.path for one in found if is_unsteady(one.path, left, changed.leaves, again)}
             if any(left[path].is_gradient for path in unsteady):
@@ -277,12 +282,12 @@ class _Comparison:
             found = [one for one in found if one.path not in excused]
         if found:
             draws = any(left[one.path].frame == RANDOM for one in found)
-            return Trial(same=False, basis=self._basis(), why=_why(found), beside=tuple(sorted(beside)), draws=draws)
+            return Trial(same=False, basis=self._basis(), why=why_of(found), beside=tuple(sorted(beside)), draws=draws)
         kept = {path: leaf for path, leaf in left.items() if path not in excused}
         basis = f"{self._basis()}, {self._equal(kept, changed.leaves)}"
         return Trial(same=True, basis=basis, beside=tuple(sorted(beside)))
 
-    def _of_unlike_runs(self, after: Attempt, changed: End, then: Callable[[], Attempt | None]) -> Trial | None:
+    def _of_unlike_runs(self, after: Attempt, changed: End) -> Trial | None:
         """Return what comes of it where the two runs cannot be compared by what they leave, None where they can."""
         unchanged = self._unchanged
         if changed.is_ours or (self.stage.copies is not None and changed.error is not None):
@@ -294,11 +299,11 @@ class _Comparison:
         if changed.error != unchanged.error:
             return Trial(same=False, basis=self._basis(), why=f"the changed cell raises {changed.error}")
         if (is_idle or changed.rows != unchanged.rows) and not self.is_whole:  # it takes others, or none so small
-            return self._whole.of(after, then)
+            return self._whole.of(after)
         if is_idle:
             return Trial(same=None, why="the cell takes no step on the batches that were tried")
         if unchanged.computes_in_16_bits and not self.is_precise and self.effect is not Effect.EXACT:
-            precise = self._without_autocast.of(after, then)
+            precise = self._without_autocast.of(after)
             return precise if precise.same is False else None
         return None
 
@@ -307,11 +312,11 @@ class _Comparison:
     ) -> tuple[set[str], set[str]]:
         """Return the names that are of the last part alone afterwards, and the paths that may differ for it."""
         of_part = bound_in_other_loops(after.source, self._lines)
-        rows = {one.path: _root(one.path) for one in found if one.is_rows}
+        rows = {one.path: root_of(one.path) for one in found if one.is_rows}
         beside = {root for path, root in rows.items() if path == root or root in of_part}
-        others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and _root(path) not in of_part)
+        others = (leaf for path, leaf in left.items() if leaf.frame == ANOTHER_NAME and root_of(path) not in of_part)
         shared = tuple(leaf.exact.removeprefix("is ") for leaf in others)
-        below = {one.path for one in found if _root(one.path) in beside & of_part and left[one.path].is_tensor}
+        below = {one.path for one in found if root_of(one.path) in beside & of_part and left[one.path].is_tensor}
         of_its = {path for path in below if not path.startswith(shared)}  # what others lead to is not its own
         return beside, beside | of_its | {one.path for one in found if one.path.endswith(self.leaves)}
 
@@ -322,12 +327,10 @@ class _Comparison:
             again = self._again().leaves
             left = {path: leaf for path, leaf in left.items() if again.get(path) == leaf}
             size, path = rounding(left, after)
-        far = f" (`{_shown(path)}`, which rounding alone moves as far)" if size > _FAR else ""
+        far = f" (`{shown(path)}`, which rounding alone moves as far)" if size > _FAR else ""
         return "bit for bit" if not size else f"up to {size:.1g} of the largest value{far}"
 
-    def _beyond_rounding(
-        self, left: Mapping[str, Leaf], after: Mapping[str, Leaf], then: Callable[[], Attempt | None]
-    ) -> list[Difference] | None:
+    def _beyond_rounding(self, left: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> list[Difference] | None:
         """Return what differs by more than rounding, None where that alone changes too much of what is left."""
         found, controls = list(differences(left, after, None)), list[Mapping[str, Leaf]]()
         while found and self.effect is not Effect.EXACT and len(controls) < _CONTROLS:
@@ -337,7 +340,7 @@ class _Comparison:
             for nudged in (at, 0, at + 1)[: 2 if at == _CONTROLS else 3]:
                 self._ahead(self.before, **self._otherwise(nudged=nudged))
             if controls:
-                self._ahead_of(then())
+                self._ahead_of_following()
             control = self._again(nudged=at)
             if control.is_ours:
                 break
@@ -347,12 +350,16 @@ class _Comparison:
             found = list(differences(left, after, controls))
         return found
 
+    def _own(self, after: Attempt) -> frozenset[str]:
+        """Return the names that the change makes and no cell mentions: an earlier retry may have left them."""
+        history = (cell.source for cell in self.session.cells.history)
+        told = [*self.before.replays, self.before.source, *history]
+        known = {name for text in told for name in (*bound_names(text), *read_names(text))}
+        return frozenset(name for text in (*after.replays, after.source) for name in bound_names(text)) - known
+
     def _again(self, **otherwise: Any) -> End:
         """Run the unchanged program once more, as ``_otherwise`` says."""
         return self._ended(self.before, **self._otherwise(**otherwise))
-
-    def _of_changed(self, after: Attempt) -> dict[str, Any]:
-        return {"without": frozenset(_own_names(self.session, self.before, after))}
 
     def _otherwise(self, *, nudged: int = 0, begins: bool = False) -> dict[str, Any]:
         """Return the terms of another run of the unchanged program. See ``Terms``.
@@ -368,9 +375,10 @@ class _Comparison:
     def _ahead(self, attempt: Attempt, **given: Any) -> None:
         self.runs.ahead(attempt, self._terms(**given))
 
-    def _ahead_of(self, other: Attempt | None) -> None:
-        if other is not None:
-            self._ahead(other, **self._of_changed(other), large=self._large)
+    def _ahead_of_following(self) -> None:
+        """Begin the run of the way that is tried next where this one leaves another end."""
+        if (other := self.ways.following) is not None:
+            self._ahead(other, without=self._own(other), large=self._large)
 
     def _terms(self, **given: Any) -> Terms:
         return Terms(rows=self.rows, steps=self.steps, known=self._lines, is_precise=self.is_precise, **given)
@@ -380,38 +388,3 @@ class _Comparison:
         steps = f"{unchanged.steps} step{'s' * (unchanged.steps != 1)}" if unchanged.steps else "a run"
         taken = min(self.rows, unchanged.rows)
         return f"{steps} of {taken} rows" if taken else steps
-
-
-def _is_setting(path: str, leaf: Leaf, before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> bool:
-    """Tell whether a plain attribute of a library's object is how it is set up, whose effect shows in the results.
-
-    The unchanged program has not changed it while it trained, and the changed one has set it before.
-    """
-    was, became = before.get(path), after.get(path)
-    is_constant = leaf.is_of_library and was is not None and was.exact == leaf.exact
-    return is_constant and became is not None and became.exact != leaf.exact
-
-
-def _root(path: str) -> str:
-    """Return the name that a path begins with."""
-    return re.split(r"[.\[, ]", path, maxsplit=1)[0]
-
-
-def _shown(path: str) -> str:
-    """Return a path as one would write it: a module's parts by their names alone."""
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
-
-
-def _own_names(session: Session, before: Attempt, after: Attempt) -> set[str]:
-    """Return the names that the change makes for itself and no cell mentions: an earlier retry may have left them."""
-    told = [*before.replays, before.source, *(cell.source for cell in session.cells.history)]
-    known = {name for text in told for name in (*bound_names(text), *read_names(text))}
-    return {name for text in (*after.replays, after.source) for name in bound_names(text)} - known
-
-
-def _why(found: list[Difference]) -> str:
-    """Return the differences in words, those of numbers last: what is not there at all is told first."""
-    found = sorted(found, key=lambda one: (one.size is not None, -(one.size or 0.0)))
-    told = "; ".join(f"`{_shown(one.path)}` {one.why}" for one in found[:_NAMED])
-    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{told[:_TOLD]}{more}"

@@ -25,6 +25,8 @@ _BLURRED: Final = 0.02
 """Relative noise from which on a leaf tells nothing."""
 _MOST_BLURRED: Final = 0.25
 """Share of leaves with numbers that may tell nothing in an end that is said to be the same."""
+_NAMED: Final = 4
+_TOLD: Final = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +159,31 @@ def _noise(leaf: Leaf, control: Leaf | None) -> float:
 def _allowed(leaf: Leaf, path: str, controls: Sequence[Mapping[str, Leaf]]) -> float:
     noise = max((_noise(leaf, control.get(path)) for control in controls), default=0.0)
     return max(_LEAST, _TIMES_NOISE * noise)
+
+
+def is_setting(path: str, leaf: Leaf, before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> bool:
+    """Tell whether a plain attribute of a library's object is how it is set up, whose effect shows in the results.
+
+    The unchanged program has not changed it while it trained, and the changed one has set it before.
+    """
+    was, became = before.get(path), after.get(path)
+    is_constant = leaf.is_of_library and was is not None and was.exact == leaf.exact
+    return is_constant and became is not None and became.exact != leaf.exact
+
+
+def root_of(path: str) -> str:
+    """Return the name that a path begins with."""
+    return re.split(r"[.\[, ]", path, maxsplit=1)[0]
+
+
+def shown(path: str) -> str:
+    """Return a path as one would write it: a module's parts by their names alone."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+
+
+def why_of(found: list[Difference]) -> str:
+    """Return the differences in words, those of numbers last: what is not there at all is told first."""
+    found = sorted(found, key=lambda one: (one.size is not None, -(one.size or 0.0)))
+    told = "; ".join(f"`{shown(one.path)}` {one.why}" for one in found[:_NAMED])
+    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{told[:_TOLD]}{more}"

@@ -5,8 +5,11 @@ A trial is waited for, so that what will be asked for is begun ahead where a pro
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final, TypeAlias, cast
 
 from oomdoctor.model.session import Attempt
@@ -28,15 +31,47 @@ def at_once() -> int:
     return min(processors, _MOST_AT_ONCE)
 
 
+class Ways:
+    """The ways to write the changed program, the likeliest first; each is written when it is asked for.
+
+    Attributes:
+        at: the place of the one that is tried.
+    """
+
+    def __init__(self, changed: Iterable[Attempt]) -> None:
+        self.at, self._rest, self._written = 0, iter(changed), list[Attempt]()
+
+    @property
+    def current(self) -> Attempt | None:
+        """The one that is tried, None where all are."""
+        return self._get(self.at)
+
+    @property
+    def following(self) -> Attempt | None:
+        """The one that is tried next, None where there is none."""
+        return self._get(self.at + 1)
+
+    def go_on(self) -> None:
+        """Try the next one."""
+        self.at += 1
+
+    def _get(self, place: int) -> Attempt | None:
+        self._written += islice(self._rest, max(place + 1 - len(self._written), 0))
+        return self._written[place] if place < len(self._written) else None
+
+
 class Runs:
     """The runs of one trial, each made once for all who ask for it.
 
     Args:
         run: runs a program in the process that it is called in, which is of no use afterwards.
+
+    Attributes:
+        until: when runs that begin from now on are given up at the latest.
     """
 
     def __init__(self, run: Callable[[Attempt, Terms], End]) -> None:
-        self._run, self._at_once = run, at_once()
+        self._run, self._at_once, self.until = run, at_once(), math.inf
         self._ends: dict[_Key, End] = {}
         self._ahead: list[_Key] = []
         self._running: dict[_Key, Copy] = {}
@@ -56,7 +91,7 @@ class Runs:
         """
         key = attempt, terms
         end = self._waited_for(key)
-        if end.is_ours and key in self._beside:
+        if end.is_ours and key in self._beside and time.monotonic() < self.until:
             self.forget()
             del self._ends[key]
             end = self._waited_for(key)
@@ -92,7 +127,7 @@ class Runs:
             bound_memory(share)
             return [self._run(*key)]
 
-        self._running[key] = Copy(ran, limit_s=RUN_S)
+        self._running[key] = Copy(ran, limit_s=max(min(RUN_S, self.until - time.monotonic()), 0.0))
         if len(self._running) > 1:
             self._beside.update(self._running)
 
@@ -100,7 +135,7 @@ class Runs:
         told = copy.poll()
         if not told and not copy.over:
             return
-        late = f"it did not end within {RUN_S:.0f} s"
+        late = "it did not end in time"
         end = cast("End", told[0]) if told else End(error=late if copy.is_late else copy.failed, is_ours=True)
         copy.end()
         del self._running[key]

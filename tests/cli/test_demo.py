@@ -194,7 +194,7 @@ def run_demo(output, *arguments):
     return main(["demo", "--output", str(output), *arguments])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_small_cell_is_healed_to_the_state_of_a_fresh_run(tmp_path, small_notebook, capsys):
     assert run_demo(tmp_path / "out") == 0
     out = capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_a_small_cell_is_healed_to_the_state_of_a_fresh_run(tmp_path, small_note
     assert "%oomdoctor fix 1" in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fresh_run_that_ends_elsewhere_makes_the_command_fail(tmp_path, small_notebook, monkeypatch, capsys):
     faithful = demo.fresh_notebook
 
@@ -228,7 +228,7 @@ def test_a_notebook_in_which_nothing_is_healed_makes_the_command_fail(tmp_path, 
     assert "all is well" in (tmp_path / "out" / "01_first_oom.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_the_demo_heals_and_leaves_the_state_of_a_fresh_run(tmp_path, capsys):
     assert run_demo(tmp_path, "--json") == 0

@@ -56,7 +56,7 @@ def loaders(tmp_path: Path, context: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.thorough)])
 def test_the_workers_of_a_real_loader_are_known_by_their_place_and_loader(tmp_path: Path, context: str) -> None:
     found = loaders(tmp_path, context)
     labels = found["labels"]

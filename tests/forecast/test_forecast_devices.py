@@ -144,7 +144,7 @@ def test_an_operator_whose_autocast_tells_nothing_is_named_and_widens_the_margin
 
 
 @pytest.mark.parametrize(
-    "capability", [(7, 5), (9, 0), *(pytest.param(one, marks=pytest.mark.slow) for one in ((7, 0), (8, 0)))]
+    "capability", [(7, 5), (9, 0), *(pytest.param(one, marks=pytest.mark.thorough) for one in ((7, 0), (8, 0)))]
 )
 def test_every_card_computes_with_bfloat16(capability):
     found = forecast({"torch": torch}, AUTOCAST, card=Card(capability=capability))
@@ -205,7 +205,7 @@ QUICK = [case for case in MEASURED if case[:2] == (512, "inference")]
 
 @pytest.mark.parametrize(
     ("context", "what", "half", "allocated", "reserved"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in MEASURED],
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.thorough) for case in MEASURED],
     ids=lambda value: str(value),
 )
 def test_the_forecast_is_what_a_real_card_needed(context, what, half, allocated, reserved):
@@ -244,7 +244,7 @@ assert next(model.parameters()).is_cuda
 
 
 @pytest.mark.parametrize(
-    "cell", [ACCELERATE, pytest.param(TRAINER, marks=pytest.mark.slow)], ids=["accelerate", "trainer"]
+    "cell", [ACCELERATE, pytest.param(TRAINER, marks=pytest.mark.thorough)], ids=["accelerate", "trainer"]
 )
 def test_libraries_that_choose_the_device_themselves_are_followed(cell):
     found = forecast(namespace(mlp, "adamw"), cell, card=Card())

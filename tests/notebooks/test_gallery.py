@@ -66,7 +66,7 @@ def test_a_notebook_runs_with_a_graphics_card_as_it_is(name: str) -> None:
     assert {int(told) for told in re.findall(r"(\d+) MiB", cells[0])} == {int(simulated)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_holds_memory_is_found_and_let_go_of(tmp_path: Path) -> None:
     run = execute("02_what_holds_my_memory", tmp_path, f"[stages, len(seen), {CASE}]")
     stages, kept, case = run.asked
@@ -91,7 +91,7 @@ def test_what_holds_memory_is_found_and_let_go_of(tmp_path: Path) -> None:
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_plan_says_what_the_cell_then_takes(tmp_path: Path) -> None:
     run = execute(
         "03_plan_before_running", tmp_path, "[forecast, measured, plan, len(losses), 'big' in globals(), most]"
@@ -117,7 +117,7 @@ def test_a_plan_says_what_the_cell_then_takes(tmp_path: Path) -> None:
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_three_remedies_train_as_they_promise(tmp_path: Path) -> None:
     run = execute("04_training_loops", tmp_path, "[curves, peaks]")
     curves, peaks = run.asked
@@ -137,7 +137,7 @@ def test_three_remedies_train_as_they_promise(tmp_path: Path) -> None:
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fine_tune_is_healed_in_the_trainer_and_in_a_loop(tmp_path: Path) -> None:
     run = execute("05_transformers", tmp_path, f"[cases, curve, losses, {CASE}]")
     cases, curve, losses, last = run.asked
@@ -156,7 +156,7 @@ def test_a_fine_tune_is_healed_in_the_trainer_and_in_a_loop(tmp_path: Path) -> N
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_inference_is_healed_and_generation_planned(tmp_path: Path) -> None:
     run = execute(
         "06_inference_and_generation",
@@ -181,7 +181,7 @@ def test_inference_is_healed_and_generation_planned(tmp_path: Path) -> None:
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit on data is Linux's")
 def test_host_memory_is_told_apart(tmp_path: Path) -> None:
     run = execute(
@@ -205,7 +205,7 @@ def test_host_memory_is_told_apart(tmp_path: Path) -> None:
     shows_a_picture(run)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rule_of_ones_own_fires(tmp_path: Path) -> None:
     run = execute("08_your_own_rule", tmp_path, "[case, len(losses), folder.exists()]")
     case, steps, left = run.asked

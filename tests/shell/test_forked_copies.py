@@ -42,7 +42,7 @@ def failed(kernel: Kernel, cell: str) -> None:
     kernel.run("%oomdoctor status", ok=True)  # which waits for the forecasts
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_batch_that_is_copied_in_parallel_is_forecast(kernel: Kernel) -> None:
     for cell in (LOADED, MODEL, "next(iter(loader))[0].clone()", TOO_LITTLE):
         kernel.run(cell, ok=True)
@@ -50,7 +50,7 @@ def test_a_batch_that_is_copied_in_parallel_is_forecast(kernel: Kernel) -> None:
     assert any(found["basis"] == "dry run" and found["peak"] for found in forecasts(kernel)), forecasts(kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["auto", "notebook", "std"])
 def test_a_progress_bar_does_not_end_the_forecast(kernel: Kernel, module: str) -> None:
     for cell in (LOADED, MODEL, f"from tqdm.{module} import tqdm\nfor _ in tqdm(range(2)): pass", TOO_LITTLE):
@@ -69,7 +69,7 @@ numbers = open("numbers", "rb", buffering=0)
 READS = "frames.readline(), int(numbers.read(3))"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_diagnosis_takes_nothing_from_a_pipe_or_a_file(kernel: Kernel) -> None:
     for cell in (LOADED, MODEL, FRAMES, f"first = {READS}", TOO_LITTLE):
         kernel.run(cell, ok=True)

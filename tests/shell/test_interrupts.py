@@ -165,7 +165,7 @@ def forecasting(kernel: Kernel) -> Kernel:
     return kernel
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_interrupt_of_the_forecasts_leaves_the_fixes(forecasting: Kernel) -> None:
     reply = while_forecasts_are_made(forecasting, forecasting.interrupt)
     assert [error["ename"] for error in reply.errors] == ["OutOfMemoryError", "KeyboardInterrupt"]
@@ -174,7 +174,7 @@ def test_an_interrupt_of_the_forecasts_leaves_the_fixes(forecasting: Kernel) -> 
     assert "the forecasts were interrupted" in " ".join(reply.text.split())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_meanwhile_is_told_and_diagnosed(forecasting: Kernel) -> None:
     worker = forecasting.value("worker")
     reply = while_forecasts_are_made(forecasting, lambda: os.kill(worker, signal.SIGKILL))

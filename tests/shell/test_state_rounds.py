@@ -35,7 +35,7 @@ for x in batches:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_hundred_rounds_leave_no_more_than_the_first_ones(start_kernel: Callable[..., Kernel]) -> None:
     kernel = start_kernel(PYTHONPATH=str(Path(__file__).parent))

@@ -34,7 +34,7 @@ def begun() -> Differences:
     return _measured([path for path in PROGRAMS if not path.stem.startswith("same_")], "--steps", "2")
 
 
-@pytest.mark.slow  # all are run, whichever is asked for; their names change where they do
+@pytest.mark.thorough  # all are run, whichever is asked for; their names change where they do
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_the_name_says_what_is_measured(program: Path, whole: Differences, begun: Differences) -> None:
     """A difference that is told as unseen shows only after two steps or in many rows, any other within two steps."""

@@ -135,13 +135,13 @@ def test_every_part_has_its_section_and_every_key_its_row(tool: ModuleType) -> N
         ] == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Case", "Growth", "MemPlan", "Report"])
 def test_what_a_real_script_gives_has_the_shape(tool: ModuleType, real: dict[str, Any], name: str) -> None:
     assert faults(tool, name, real[name]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_real_objects_have_what_their_parts_are_told_for(real: dict[str, Any]) -> None:
     case, plan, growth = real["Case"], real["MemPlan"], real["Growth"]
     assert case["outcome"]["kind"] == "healed"
