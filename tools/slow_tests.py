@@ -29,5 +29,8 @@ def _named(classname: str, name: str, **_: str) -> str:
 
 
 if __name__ == "__main__":
-    found = {name: took for file in sys.argv[1:] for name, took in slow(Path(file)).items()}
+    found = dict[str, int]()
+    for file in sys.argv[1:]:
+        for name, took in slow(Path(file)).items():
+            found[name] = max(took, found.get(name, 0))
     LIST.write_text("".join(f"{took} {name}\n" for name, took in sorted(found.items())))

@@ -55,7 +55,8 @@ class Search:
 
     Attributes:
         asked: the dose that an answer is awaited for, None where there is none.
-        ahead: a stronger one that is asked about meanwhile, None where none is.
+        ahead: a stronger one that is asked about meanwhile, None where none is. Answers may come for doses that are
+            no longer awaited: they are not ``open``, and tell nothing.
     """
 
     def __init__(self, count: int) -> None:

@@ -24,6 +24,7 @@ from oomdoctor.forecast.reading import Reading, Settings, late, no_reading
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.card import Card, in_use, not_in_use
 from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
+from oomdoctor.sandbox.fork import processors
 
 if TYPE_CHECKING:
     from oomdoctor.model.plan import Forecast
@@ -86,11 +87,10 @@ class DryRuns:
         workers: int | None = None,
         card: Card | None = None,
     ) -> None:
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.card = card or in_use()
         self._session, self._prepare, self._budget = session, prepare, budget
         self.others: Collection[Settings] = ()
-        self._workers = workers or min(processors, _MOST_WORKERS)
+        self._workers = workers or min(processors(), _MOST_WORKERS)
         self._cached = session.accelerator.read().simulated
         self._timeout_s = timeout_s
         self._end: float | None = None

@@ -273,6 +273,8 @@ class Planner:
                 self._changes[change.place].attempt(0)
 
     def _tell(self, change: Change, index: int, reading: Reading) -> None:
+        if change.refused is not None or change.search.over or index not in change.search.open:
+            return  # another answer has told it since
         unchanged = self._unchanged
         assert unchanged is not None
         forecast = reading.priced(self._budget, self._cost)

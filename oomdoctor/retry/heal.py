@@ -80,7 +80,7 @@ async def heal(
     doubts = transaction.doubts()
     log = _Log(transaction, accelerator, failed=known, unfit={} if unfit is None else unfit, made=transaction.made())
     waiting = iter(choices)
-    while (choice := next(waiting, None) or next(waiting := iter(last()), None)) is not None:
+    while (choice := _next(transaction, waiting) or _next(transaction, waiting := iter(last()))) is not None:
         if choice.fix in log.unfit:
             continue
         if choice.label in log.failed:
@@ -123,6 +123,15 @@ async def heal(
         if more is not None:
             waiting = chain(more(), waiting)
     return log.back(OutcomeKind.REFUSED if log.error is None else OutcomeKind.ROLLED_BACK, log.why), log.error
+
+
+def _next(transaction: Transaction, waiting: Iterator[Choice]) -> Choice | None:
+    """Return the next choice, None where there is none; it is written now, which nothing of an attempt may outlive."""
+    try:
+        return next(waiting, None)
+    except BaseException:
+        transaction.restore()
+        raise
 
 
 @dataclass(slots=True)

@@ -43,6 +43,11 @@ _MREMAP_TO: Final = 1 | 2
 _is_copy = False
 
 
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = None) -> int:
     """Do what ``os.fork`` does; the copy is alone, ignores interrupts and draws what its origin would have drawn.
 

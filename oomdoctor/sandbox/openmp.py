@@ -99,8 +99,9 @@ def teams_ended() -> Iterator[Callable[[int], None]]:
         del _begun[path]
     try:
         torch = sys.modules.get("torch")
-        number = 1 if torch is None else torch.get_num_threads()
-        yield partial(_begin_anew, before, number) if all(ended) else lambda _: None
+        # Taken here: a copy may have put something else in its place.
+        told = (lambda _: None, 1) if torch is None else (torch.set_num_threads, torch.get_num_threads())
+        yield partial(_begin_anew, before, *told) if all(ended) else lambda _: None
     finally:
         if again:
             begin_teams()
@@ -117,11 +118,19 @@ def _allow(before: list[tuple[Any, int, int]]) -> None:
         runtime.omp_set_num_threads(threads)
 
 
-def _begin_anew(before: list[tuple[Any, int, int]], number: int, copies: int) -> None:
-    """Let a copy have teams of its own. Torch's other pool is made anew first: a team's threads would race for it."""
+def _begin_anew(
+    before: list[tuple[Any, int, int]], set_number: Callable[[int], None], number: int, copies: int
+) -> None:
+    """Let a copy have teams of its own. Torch's other pool is made anew first: a team's threads would race for it.
+
+    MKL would take fewer threads while the other copies keep the machine busy, and round otherwise then.
+    """
     if number // copies > 1:
         _allow([(runtime, levels, max(threads // copies, 1)) for runtime, levels, threads in before])
-        sys.modules["torch"].set_num_threads(number // copies)
+        for _, library in _libraries("libtorch_cpu", "mkl_rt"):
+            if hasattr(library, "MKL_Set_Dynamic"):
+                library.MKL_Set_Dynamic(0)
+        set_number(number // copies)
 
 
 def _have_torch_set_its_number() -> None:
@@ -139,13 +148,17 @@ def _has_room_for(threads: int) -> bool:
 
 def _runtimes() -> Iterator[tuple[str, Any]]:
     """Yield the place and the library of each runtime that this process has loaded."""
+    return (found for found in _libraries("omp") if hasattr(found[1], "omp_set_max_active_levels"))
+
+
+def _libraries(*words: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each library that this process has loaded whose name has one of some words, and itself."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return
     lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    mapped = (line.split(maxsplit=5) for line in lines if "omp" in line)
-    for path in sorted({of[5] for of in mapped if len(of) == 6 and "x" in of[1] and "omp" in Path(of[5]).name}):
+    mapped = (line.split(maxsplit=5) for line in lines if any(word in line for word in words))
+    code = {of[5] for of in mapped if len(of) == 6 and "x" in of[1]}
+    for path in sorted(one for one in code if any(word in Path(one).name for word in words)):
         with contextlib.suppress(OSError):
-            library = ctypes.CDLL(path)
-            if hasattr(library, "omp_set_max_active_levels"):
-                yield path, library
+            yield path, ctypes.CDLL(path)

@@ -273,7 +273,7 @@ def end_of(
 
     Args:
         namespace: the user's; what leads back to it is not followed.
-        names: those of the unchanged program: what the changed one binds besides is its own.
+        names: those that are looked at: what the change binds besides is its own.
         said: the text that the run has printed.
         beside: more values, by what they are called.
     """

@@ -6,7 +6,6 @@ A trial is waited for, so that what will be asked for is begun ahead where a pro
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -14,6 +13,7 @@ from typing import Final, TypeAlias, cast
 
 from oomdoctor.model.session import Attempt
 from oomdoctor.sandbox.copies import Copy, wait_for
+from oomdoctor.sandbox.fork import processors
 from oomdoctor.sandbox.walls import bound_memory
 from oomdoctor.trial.run import End, Terms
 
@@ -27,8 +27,7 @@ _Key: TypeAlias = tuple[Attempt, Terms]
 
 def at_once() -> int:
     """Return how many runs are made at the same time."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(processors, _MOST_AT_ONCE)
+    return min(processors(), _MOST_AT_ONCE)
 
 
 class Ways:
@@ -65,35 +64,43 @@ class Runs:
 
     Args:
         run: runs a program in the process that it is called in, which is of no use afterwards.
+        most: how many are made at once.
 
     Attributes:
         until: when runs that begin from now on are given up at the latest.
     """
 
-    def __init__(self, run: Callable[[Attempt, Terms], End]) -> None:
-        self._run, self._at_once, self.until = run, at_once(), math.inf
+    def __init__(self, run: Callable[[Attempt, Terms], End], most: int) -> None:
+        self._run, self._most, self.until = run, most, math.inf
         self._ends: dict[_Key, End] = {}
         self._ahead: list[_Key] = []
         self._running: dict[_Key, Copy] = {}
-        self._beside: set[_Key] = set()
+        self._lacked: set[_Key] = set()
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether there are processors for more than one run."""
+        return self._most > 1
 
     def ahead(self, attempt: Attempt, terms: Terms) -> None:
         """Begin a run that is likely to be asked for, as soon as a processor is free."""
         key = attempt, terms
-        if self._at_once > 1 and key not in self._ends and key not in self._running and key not in self._ahead:
+        if self.goes_ahead and key not in self._ends and key not in self._running and key not in self._ahead:
             self._ahead.append(key)
             self._begin_ahead()
 
     def end_of(self, attempt: Attempt, terms: Terms) -> End:
         """Return the end of a run, which is waited for.
 
-        One that could not be made beside others, which leave it less memory, is made once more alone.
+        One that lacked memory, as others ran beside it, or time, is made once more alone where there is time.
         """
         key = attempt, terms
         end = self._waited_for(key)
-        if end.is_ours and key in self._beside and time.monotonic() < self.until:
+        if end.is_ours and key in self._lacked and self.until == math.inf:
+            self._lacked.discard(key)
             self.forget()
             del self._ends[key]
+            self._begin(key, share=1)
             end = self._waited_for(key)
         return end
 
@@ -108,28 +115,30 @@ class Runs:
         if key in self._ahead:
             self._ahead.remove(key)
         if key not in self._ends and key not in self._running:
-            self._begin(key)
-        while key not in self._ends:
-            wait_for(self._running.values(), self._running[key].left_s)
+            if len(self._running) == self._most:
+                self._running.popitem()[1].end()
+            self._begin(key, share=self._most)
+        while True:
             for one, copy in list(self._running.items()):
                 self._take(one, copy)
             self._begin_ahead()
-        return self._ends[key]
+            if key in self._ends:
+                return self._ends[key]
+            wait_for((copy for copy in self._running.values() if not copy.over), self._running[key].left_s)
 
     def _begin_ahead(self) -> None:
-        while self._ahead and len(self._running) < self._at_once:
-            self._begin(self._ahead.pop(0))
+        while self._ahead and len(self._running) < self._most:
+            self._begin(self._ahead.pop(0), share=self._most)
 
-    def _begin(self, key: _Key) -> None:
-        share = self._at_once if self._running or self._ahead else 1
-
+    def _begin(self, key: _Key, *, share: int) -> None:
         def ran() -> list[End]:
             bound_memory(share)
             return [self._run(*key)]
 
-        self._running[key] = Copy(ran, limit_s=max(min(RUN_S, self.until - time.monotonic()), 0.0))
-        if len(self._running) > 1:
-            self._beside.update(self._running)
+        limit_s = max(min(RUN_S, self.until - time.monotonic()), 0.0)
+        self._running[key] = Copy(ran, limit_s=limit_s)
+        if share > 1 or limit_s < RUN_S:
+            self._lacked.add(key)
 
     def _take(self, key: _Key, copy: Copy) -> None:
         told = copy.poll()
