@@ -29,6 +29,8 @@ ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/n
   STUBCUDA_CONTEXT=400MiB
 
 TORCH ?= 2.4.1
+# PyTorch's own, where the builds for the CPU alone are; with none, torch comes with CUDA's libraries.
+TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .PHONY: help demo test test-ci test-all test-colab test-cuda test-torch check docs new clean
@@ -99,11 +101,10 @@ $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 	  -e '.[demo]' pytest pytest-timeout pytest-xdist tqdm
 	@touch $@
 
-# From PyTorch's own index, where the builds for the CPU alone are.
 $(TORCH_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)' -e '.[dev]'
+	  $(TORCH_INDEX) 'torch==$(TORCH)' -e '.[dev]'
 	@touch $@
 
 # Torch comes without what it says that it needs of NVIDIA's: 2 GB, in whose place the stub is. With the lines gone, pip

@@ -89,6 +89,14 @@ def take(program: Program, places: Sequence[Place]) -> tuple[Census, ...]:
         return _Count(program, places).run()
 
 
+def _graph_of(tensor: Any) -> Any:
+    """Return the node of the graph that made a tensor, None for one that torch has emptied; up to 2.4 that raises."""
+    try:
+        return _grad_fn(tensor)
+    except RuntimeError:
+        return None
+
+
 @dataclass(slots=True)
 class _Held:
     """Tensors met on the walk, those that require grad, and what the graph behind each holds, in their order."""
@@ -422,7 +430,7 @@ class _Count:
         """Claim what no path leads to: temporaries of running code, locals of C++ callers, garbage in a cycle."""
         role = Role.ACTIVATION if self._program.in_step else Role.UNEXPLAINED
         self._claim(tensors, role, _NAMELESS)
-        for tensor in compress(tensors, map(_grad_fn, tensors)) if not self._skips_graphs else ():
+        for tensor in compress(tensors, map(_graph_of, tensors)) if not self._skips_graphs else ():
             saved = self._saved_behind(tensor, _NAMELESS)
             if saved is not None:
                 self._claim((*saved.tensors, *saved.leaves, *saved.again), role, _NAMELESS, suffix=_GRAPH)

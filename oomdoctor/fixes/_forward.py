@@ -39,7 +39,9 @@ from oomdoctor.objects.kinds import submodules
 
 _DIMENSIONS: Final = 4
 """Batch, heads, length and features: what the kernels take."""
-_SOFTMAXES: Final = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default})
+_SOFTMAXES: Final = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("_softmax", "_safe_softmax") if hasattr(torch.ops.aten, name)
+)  # torch 2.4 has the first alone
 
 Forward: TypeAlias = Callable[..., Any]
 

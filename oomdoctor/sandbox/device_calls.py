@@ -49,8 +49,9 @@ def replace(memory: Memory, card: Card) -> None:
     for module in [sys.modules.get(f"torch.cuda.{name}") for name in names]:
         if module is not None:
             _install(module, answers)
-    _install(torch.accelerator, answers)
-    _install(torch.accelerator.memory, answers)
+    for module in (accelerator := getattr(torch, "accelerator", None), getattr(accelerator, "memory", None)):
+        if module is not None:  # torch has it from 2.6 on
+            _install(module, answers)
     _torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _torch.backends.cuda.is_built = lambda: True
     _torch.Generator = _generator(card)
@@ -152,7 +153,8 @@ class _Idle(contextlib.AbstractContextManager[Any]):
 
     @property
     def device(self) -> torch.device:
-        kind = torch.accelerator.current_accelerator()
+        accelerator = getattr(torch, "accelerator", None)
+        kind = torch.device("cuda") if accelerator is None else accelerator.current_accelerator()
         return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
 
     def query(self) -> bool:

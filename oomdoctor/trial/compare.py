@@ -90,8 +90,8 @@ def compare(
         stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
         deadline = time.monotonic() + aim_s
 
-        def ran(attempt: Attempt, terms: Terms) -> End:
-            begin_teams(at_once())
+        def ran(attempt: Attempt, terms: Terms, share: int) -> End:
+            begin_teams(share)
             return run(session, stage, attempt, terms)
 
         given: dict[str, Any] = {"session": session, "stage": stage, "before": before, "effect": effect}

@@ -63,14 +63,15 @@ class Runs:
     """The runs of one trial, each made once for all who ask for it.
 
     Args:
-        run: runs a program in the process that it is called in, which is of no use afterwards.
+        run: runs a program in the process that it is called in, which is of no use afterwards; it is told how many
+            such processes share the machine.
         most: how many are made at once.
 
     Attributes:
         until: when runs that begin from now on are given up at the latest.
     """
 
-    def __init__(self, run: Callable[[Attempt, Terms], End], most: int) -> None:
+    def __init__(self, run: Callable[[Attempt, Terms, int], End], most: int) -> None:
         self._run, self._most, self.until = run, most, math.inf
         self._ends: dict[_Key, End] = {}
         self._ahead: list[_Key] = []
@@ -133,7 +134,7 @@ class Runs:
     def _begin(self, key: _Key, *, share: int) -> None:
         def ran() -> list[End]:
             bound_memory(share)
-            return [self._run(*key)]
+            return [self._run(*key, share)]
 
         limit_s = max(min(RUN_S, self.until - time.monotonic()), 0.0)
         self._running[key] = Copy(ran, limit_s=limit_s)

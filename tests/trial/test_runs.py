@@ -20,7 +20,7 @@ ONE, TWO, THREE = (Attempt(source=name) for name in ("one", "two", "three"))
 LONG_S = 0.4
 
 
-def slept(attempt, terms):
+def slept(attempt, terms, share):
     time.sleep(LONG_S)
     return End(error=attempt.source)
 
@@ -34,7 +34,7 @@ def test_what_is_begun_ahead_runs_beside_what_is_waited_for():
 
 
 def test_each_run_is_made_once():
-    runs = Runs(lambda attempt, terms: End(error=str(time.monotonic_ns())), 2)
+    runs = Runs(lambda attempt, terms, share: End(error=str(time.monotonic_ns())), 2)
     runs.ahead(ONE, TERMS)
     assert runs.end_of(ONE, TERMS) is runs.end_of(ONE, TERMS)
 
@@ -58,16 +58,16 @@ def test_what_is_waited_for_takes_the_place_of_what_is_not():
 def test_what_lacked_memory_beside_others_is_made_again_alone(monkeypatch):
     shares = list[int]()
     monkeypatch.setattr(module, "bound_memory", shares.append)  # in the copy
-    runs = Runs(lambda attempt, terms: End(error=str(shares[-1]), is_ours=shares[-1] > 1), 2)
+    runs = Runs(lambda attempt, terms, share: End(error=f"{share} {shares}", is_ours=share > 1), 2)
     runs.ahead(TWO, TERMS)
-    assert runs.end_of(ONE, TERMS) == End(error="1")
+    assert runs.end_of(ONE, TERMS) == End(error="1 [1]")
 
 
 def test_what_cannot_be_run_at_all_is_made_twice_at_most(monkeypatch):
     begun = count()
     begin = Runs._begin
     monkeypatch.setattr(Runs, "_begin", lambda self, key, share: next(begun) < 9 and begin(self, key, share=share))
-    runs = Runs(lambda attempt, terms: End(error="it may not", is_ours=True), 2)
+    runs = Runs(lambda attempt, terms, share: End(error="it may not", is_ours=True), 2)
     assert {runs.end_of(ONE, TERMS).error for _ in range(3)} == {"it may not"}
     assert next(begun) == 2
 
