@@ -57,7 +57,7 @@ def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = N
     """
     # CPython seeds ``random`` anew in every forked process: the end of ``random.py``.
     state, pid = random.getstate(), -1
-    with _history_goes_on(), _signals_held_back() as came:
+    with _history_goes_on(), signals_held_back() as came:
         with warnings.catch_warnings():
             # Python 3.12 warns of forks beside threads; the copy touches nothing that another thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -81,8 +81,8 @@ def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = N
 
 
 @contextlib.contextmanager
-def _signals_held_back() -> Iterator[set[int]]:
-    """Note signals in place of handling them: what a handler raises in a hook of the fork would be lost."""
+def signals_held_back() -> Iterator[set[int]]:
+    """Note signals in place of handling them: what a handler raises, in a hook of the fork say, would be lost."""
     came: set[int] = set()
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # others get none

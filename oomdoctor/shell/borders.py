@@ -9,6 +9,7 @@ A cell that loads the extension has begun before it and has no run: it is known 
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.sandbox import reserve
+from oomdoctor.sandbox.fork import signals_held_back
 
 T = TypeVar("T")
 
@@ -254,6 +256,7 @@ class TracebackWatch:
     ) -> None:
         self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
         self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
+        self._came: set[int] = set()
         self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
 
     def remove(self) -> None:
@@ -290,14 +293,24 @@ class TracebackWatch:
         return self._shell._showtraceback(type(exc), exc, [line.rstrip("\n") for line in lines])
 
     def _render_only(self, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
-        """Let the shell render the traceback as always, and keep the rendering instead of sending it."""
+        """Let the shell render the traceback as always, and keep the rendering instead of sending it.
+
+        IPython takes an interrupt that comes meanwhile for the end of the rendering alone: it is heeded after it.
+        """
         sender = Wrapped(
             self._shell, "_showtraceback", lambda *rendered: self._held.append((exc, sender.original, rendered))
         )
         try:
-            return self._rendered(exc, *args, **kwargs)
+            with signals_held_back() as self._came:
+                return self._rendered(exc, *args, **kwargs)
         finally:
             sender.remove()
+
+    def heed(self) -> None:
+        """Handle the signals that came while a traceback was rendered."""
+        came, self._came = self._came, set()
+        for number in came:
+            signal.raise_signal(number)
 
     def send_held(self, exc: BaseException | None = None) -> None:
         """Show what was held back of ``exc`` as it would have been shown; without one, what was held back first.

@@ -177,6 +177,7 @@ class Extension:
             self.borders.guarded("loading", self.warming.after_cell)
         if failure is not None:
             try:
+                self.tracebacks.heed()
                 await answer(self, failure, result, cell)
             except BaseException:  # an interrupt: the failure is the user's to see all the same
                 self.tracebacks.send_held()

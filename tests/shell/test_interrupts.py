@@ -95,6 +95,20 @@ def test_as_many_as_there_are_restores(shell: InteractiveShell, place: str) -> N
     assert case.outcome.kind is OutcomeKind.HEALED
 
 
+def test_one_that_comes_while_the_traceback_is_rendered_ends_the_answer(shell: InteractiveShell) -> None:
+    shell.reset(new_session=True)
+    seed()
+    for cell in CELLS[:-1]:
+        assert run(shell, cell)[0].success
+    with Planted("third iteration"), interrupted(shell.InteractiveTB, "structured_traceback", times=1) as sent:
+        result, shown = run(shell, CELLS[-1])
+    assert sent
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert "enforce fail" in shown.stdout, "the failure is told as well"
+    assert "Healed" not in shown.stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_what_was_held_back_arrives_once_and_after_the_body() -> None:
     done = []
 
