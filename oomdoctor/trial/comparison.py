@@ -236,9 +236,7 @@ class Comparison:
                 self._ahead(self.before, **self._otherwise(nudged=nudged))
             if controls:
                 self._ahead_of_following()
-            control = self._ended(self.before, **self._otherwise(nudged=at))
-            if control.is_ours:
-                break
+            control = self._again(nudged=at)
             if is_blurred(left, control.leaves):
                 return None
             controls.append(control.leaves)
