@@ -145,7 +145,7 @@ class Fakes(FakeTensorMode):
 class _Converter(FakeTensorConverter):
     """Stands fakes for plain tensors whose values are followed, at a fifth of the time that torch's own way takes.
 
-    Its describes a tensor in all the ways that one can be unlike others.
+    That one describes a tensor by all in which it may be unlike others.
     """
 
     def from_real_tensor(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any, Final
 
@@ -279,6 +279,7 @@ class Checks:
         drops = candidate.effect in _KEEP
         if not any(fix.is_tried for fix in made_of) or not (drops or all(fix.draws for fix in made_of)):
             return choice
+        ways = self._ways(candidate, choice)
         if choice.fix not in self._known:
             parts = [value for _, dose in candidate.made_of for _, value in dose.values if type(value) is int]
             trial = self._tried(
@@ -288,8 +289,8 @@ class Checks:
                 parts=min(max(parts, default=1), _MOST_PARTS),
                 drops=drops,
             )
-            way, *_ = next(islice(self._ways(candidate, choice), trial.chosen, None))
-            self._known[choice.fix] = trial, way
+            written = next(islice(ways, trial.chosen, None))
+            self._known[choice.fix], ways = (trial, written[0]), chain([written], ways)
         trial, way = self._known[choice.fix]
         if not drops and trial.draws:
             self.told = "not tried: it draws other random numbers, beside which nothing can be compared"
@@ -304,7 +305,7 @@ class Checks:
             return Refused(why) if self.by_itself else choice
         others = ", ".join(f"`{name}`" for name in trial.beside)
         self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")
-        for one, patch, attempt in self._ways(candidate, choice):
+        for one, patch, attempt in ways:
             if one == way:
                 self.patches[choice.label] = patch
                 return replace(choice, attempt=attempt)

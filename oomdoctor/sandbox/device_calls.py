@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
 
 _torch: Any = torch
+_accelerator: Any = getattr(torch, "accelerator", None)  # torch has it from 2.6 on
 _raw_generator: Any = torch.Generator
 
 _SILENT: Final = (
@@ -49,8 +50,8 @@ def replace(memory: Memory, card: Card) -> None:
     for module in [sys.modules.get(f"torch.cuda.{name}") for name in names]:
         if module is not None:
             _install(module, answers)
-    for module in (accelerator := getattr(torch, "accelerator", None), getattr(accelerator, "memory", None)):
-        if module is not None:  # torch has it from 2.6 on
+    for module in (_accelerator, getattr(_accelerator, "memory", None)):
+        if module is not None:
             _install(module, answers)
     _torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _torch.backends.cuda.is_built = lambda: True
@@ -153,8 +154,7 @@ class _Idle(contextlib.AbstractContextManager[Any]):
 
     @property
     def device(self) -> torch.device:
-        accelerator = getattr(torch, "accelerator", None)
-        kind = torch.device("cuda") if accelerator is None else accelerator.current_accelerator()
+        kind = torch.device("cuda") if _accelerator is None else _accelerator.current_accelerator()
         return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
 
     def query(self) -> bool:

@@ -103,6 +103,13 @@ class Comparison:
         told = (*self.before.replays, self.before.source, *(one.source for one in self.session.cells.modules))
         return frozenset(self.stage.lines.union(line.strip() for text in told for line in text.splitlines()))
 
+    @cached_property
+    def _mentioned(self) -> set[str]:
+        """The names that a cell binds or reads."""
+        history = (cell.source for cell in self.session.cells.history)
+        told = [*self.before.replays, self.before.source, *history]
+        return {name for text in told for name in (*bound_names(text), *read_names(text))}
+
     @property
     def is_whole(self) -> bool:
         """Whether whole batches are taken."""
@@ -245,10 +252,8 @@ class Comparison:
 
     def _own(self, after: Attempt) -> frozenset[str]:
         """Return the names that the change makes and no cell mentions: an earlier retry may have left them."""
-        history = (cell.source for cell in self.session.cells.history)
-        told = [*self.before.replays, self.before.source, *history]
-        known = {name for text in told for name in (*bound_names(text), *read_names(text))}
-        return frozenset(name for text in (*after.replays, after.source) for name in bound_names(text)) - known
+        bound = {name for text in (*after.replays, after.source) for name in bound_names(text)}
+        return frozenset(bound - self._mentioned)
 
     def _again(self, **otherwise: Any) -> End:
         """Run the unchanged program once more, as ``_otherwise`` says.
