@@ -19,7 +19,7 @@ import signal
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
 from oomdoctor.sandbox import fork, walls
@@ -27,6 +27,8 @@ from oomdoctor.sandbox import fork, walls
 _HEED_S: Final = 0.5
 """Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
 _LONGEST_REASON: Final = 300
+_HIGH: Final = 200
+"""The least file descriptor of a pipe; macOS gives a process 256 by default."""
 
 
 class Copy:
@@ -49,7 +51,7 @@ class Copy:
         self._stop_listening: Callable[[], None] | None = None
         self._end = time.monotonic() + limit_s
         is_first = not fork.is_copy()
-        self._reader, writer = Pipe(duplex=False)
+        self._reader, writer = _pipe()
         try:
             pid = fork.forked(keep={writer.fileno()}, prepare=walls.raise_limits if is_first else None)
         except BaseException as error:
@@ -180,6 +182,22 @@ def one_sentence(error: BaseException) -> str:
         message = ""
     text = type(error).__name__ + (f": {message.splitlines()[0]}" if message else "")
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    """Return a pipe's ends, with high file descriptors: what a program opens is given the lowest that is free.
+
+    So it is given the same one in copies that live at the same time.
+    """
+    import fcntl  # which Windows has not
+
+    low = os.pipe()
+    try:
+        reader, writer = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in low)
+    finally:
+        for descriptor in low:
+            os.close(descriptor)
+    return Connection(reader, writable=False), Connection(writer, readable=False)
 
 
 def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, *, is_first: bool) -> NoReturn:

@@ -1,0 +1,24 @@
+"""A copy of the process: what it finds is the same beside other copies."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from oomdoctor.sandbox.copies import Copy
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+
+
+def opened() -> Iterator[list[int]]:
+    yield list(os.pipe())
+
+
+def test_what_copies_open_at_the_same_time_has_the_same_file_descriptors() -> None:
+    copies = [Copy(opened, limit_s=60.0) for _ in range(3)]
+    told = [descriptors for copy in copies for descriptors in copy.wait()]
+    assert len(told) == len(copies)
+    assert len(set(map(tuple, told))) == 1
