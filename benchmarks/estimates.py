@@ -32,8 +32,8 @@ from plan_lab import Ready, failed, grown, peak_of, unfixed
 
 from oomdoctor import fixes
 from oomdoctor.forecast.planner import Planner
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.plan import Forecast
+from oomdoctor.model.unavailable import Refused
 
 RESULTS = Path(__file__).parent / "results" / "estimates.txt"
 SHARES = (0.6,)

@@ -40,8 +40,8 @@ from running import begun, cells_with, fail, finish, run, session_of
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect, Fix
+from oomdoctor.model.unavailable import Refused
 
 RESULTS = Path(__file__).parent / "results" / "fixes.json"
 FAMILIES_EACH, ROUNDS = 3, 5

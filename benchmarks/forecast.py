@@ -49,9 +49,9 @@ from forecast_models import FAMILIES, Family, load_libraries
 from forecast_report import CONVOLUTION, NONE, RECURRENT, RESULTS, error, fix_savings, report
 
 from oomdoctor.forecast import price
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 VARIANTS = ("fp32", "bf16", "checkpointed", "accumulated")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -36,7 +36,7 @@ from running import fail
 
 from oomdoctor import fixes
 from oomdoctor.incident import from_text
-from oomdoctor.model.absence import Refused
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.rulebook import load, locate
 
 ROOT = Path(__file__).parents[1]

@@ -39,10 +39,10 @@ from oomdoctor.forecast import outcome
 from oomdoctor.forecast.attempts import attempt_with
 from oomdoctor.forecast.cost import MARGIN
 from oomdoctor.forecast.planner import Planner
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.memory import ModuleMemory
 from oomdoctor.model.plan import Plan
+from oomdoctor.model.unavailable import Refused
 
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 RESULTS: Final = Path(__file__).parent / "results" / "recompute.txt"

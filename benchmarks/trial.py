@@ -29,10 +29,10 @@ from test_programs import PROGRAMS, cells_of, tried
 
 from oomdoctor import fixes
 from oomdoctor.forecast.attempts import patched
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect, Patch
 from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.trial import compare
 
 RESULTS: Final = Path(__file__).parent / "results" / "trial.txt"

@@ -28,10 +28,10 @@ from IPython.utils.capture import capture_output
 
 import oomdoctor
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 PACKAGE: Final = Path(oomdoctor.__file__).parent
 RESULTS: Final = Path(__file__).parent / "results" / "walk.txt"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from oomdoctor.allocator.virtual import simulate
+    from oomdoctor.fixes._batch_split import batch_parts, in_parts, join_parts
     from oomdoctor.fixes._chunked_loss import chunked_head, chunked_loss
     from oomdoctor.fixes._forward import recompute
-    from oomdoctor.fixes._split import batch_parts, in_parts, join_parts
     from oomdoctor.pipeline import explain, last_case
     from oomdoctor.shell import load_ipython_extension, unload_ipython_extension
     from oomdoctor.shell.memplan import plan
@@ -41,13 +41,13 @@ __all__ = [
 __version__: Final = "0.1.0"
 
 _HOMES: Final = {
-    "batch_parts": "oomdoctor.fixes._split",
+    "batch_parts": "oomdoctor.fixes._batch_split",
     "chunked_head": "oomdoctor.fixes._chunked_loss",
     "chunked_loss": "oomdoctor.fixes._chunked_loss",
     "explain": "oomdoctor.pipeline",
     "heal": "oomdoctor.shell.scripts",
-    "in_parts": "oomdoctor.fixes._split",
-    "join_parts": "oomdoctor.fixes._split",
+    "in_parts": "oomdoctor.fixes._batch_split",
+    "join_parts": "oomdoctor.fixes._batch_split",
     "last_case": "oomdoctor.pipeline",
     "load_ipython_extension": "oomdoctor.shell",
     "plan": "oomdoctor.shell.memplan",

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.jsonable import SCHEMA
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "json.md"
@@ -30,7 +30,7 @@ Schema = dict[str, Any]
 """A JSON Schema, in which ``description`` is Markdown."""
 
 _MODULES: Final = (
-    *("model.absence", "model.case", "model.code", "model.evidence", "model.fix", "model.incident", "model.memory"),
+    *("model.unavailable", "model.case", "model.code", "model.evidence", "model.fix", "model.incident", "model.memory"),
     *("model.plan", "model.session", "views.growth"),
 )
 _NAMES: Final[dict[str, Any]] = {

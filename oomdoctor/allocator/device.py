@@ -14,8 +14,8 @@ import torch
 
 from oomdoctor.allocator.blocks import Block
 from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
-from oomdoctor.allocator.ledger import Ledger, storages_alive, storages_of
 from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.allocator.tensor_storages import Ledger, storages_alive, storages_of
 from oomdoctor.errors import UsageError
 from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.sizes import GIB, KIB, MIB

@@ -29,9 +29,9 @@ def _last_case() -> dict[str, Any]:
         return {}
     from oomdoctor.model.case import OutcomeKind
     from oomdoctor.views import text
+    from oomdoctor.views.diagnosis import causes, headline
     from oomdoctor.views.document import GAP, Fixes, Line
     from oomdoctor.views.prices import aftermath, fix_rows
-    from oomdoctor.views.story import causes, headline
 
     told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])
     patch = next((one.patch for one in reversed(case.plan.candidates) if one.label in case.outcome.fixes), None)

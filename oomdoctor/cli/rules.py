@@ -17,7 +17,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import UsageError
 from oomdoctor.rulebook import everything, load, locate
 from oomdoctor.rulebook.loading import files_in
-from oomdoctor.views.words import count
+from oomdoctor.views.labels import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -139,7 +139,7 @@ def _shell_for(path: Path, main: ModuleType) -> ScriptShell:
 def _write(args: argparse.Namespace, script: Path) -> None:
     """Write down what was asked for of the last failure, and say how a script is run again that was not."""
     from oomdoctor import pipeline
-    from oomdoctor.model.absence import Refused
+    from oomdoctor.model.unavailable import Refused
 
     case = pipeline.last_case()
     if args.json is not None:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Measured
+from oomdoctor.model.unavailable import Unavailable
 
 ROOT: Final = Path("/")
 

@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 import psutil
 
 from oomdoctor.evidence._models import held
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostProcess, Measured
 from oomdoctor.model.sizes import GIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict
 from oomdoctor.objects.named import is_users

@@ -13,8 +13,8 @@ import torch
 
 from oomdoctor.evidence import driver
 from oomdoctor.evidence.driver import shares
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.sandbox.card import cublas_workspace_bytes
 
 Segments: TypeAlias = list[dict[str, Any]] | Unavailable

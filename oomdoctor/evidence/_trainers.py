@@ -19,7 +19,7 @@ from oomdoctor.objects.frames import chained, home_of, locals_of, steps_of, trac
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict
 from oomdoctor.objects.walk import tensors_in
 from oomdoctor.program.definitions import Call, Program, calls, imports_of
-from oomdoctor.program.ground import Ground
+from oomdoctor.program.dependencies import Ground
 
 Setting: TypeAlias = int | float | str | bool | None
 Modules: TypeAlias = Sequence[tuple[str, Any]]  # and other objects, each with its path

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from oomdoctor.evidence.ledger import C_COUNTS, Ledger, Place, all_tensors, bases_of, held_by_c
+from oomdoctor.evidence.owners import C_COUNTS, Ledger, Place, all_tensors, bases_of, held_by_c
 from oomdoctor.evidence.saved_in import Modules, note_modules
 from oomdoctor.model.memory import Census, Role
 from oomdoctor.objects.children import bounds_of, sort_of

@@ -15,7 +15,7 @@ from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
-from oomdoctor.evidence import _models, _setup
+from oomdoctor.evidence import _models, _program_settings
 from oomdoctor.evidence._models import parameters
 from oomdoctor.evidence._trainers import Passed, trainers
 from oomdoctor.model.code import CodeFacts, ReplicaFacts, TrainingLoop
@@ -27,10 +27,10 @@ from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, p
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import read
+from oomdoctor.program.dependencies import ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
-from oomdoctor.program.ground import ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
-from oomdoctor.program.repetition import not_repeatable
+from oomdoctor.program.repeatability import not_repeatable
 from oomdoctor.program.training_loops import training_loops
 from oomdoctor.sandbox.copies import answered
 
@@ -127,16 +127,16 @@ def facts(
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
         classes=_models.classes([*modules, *((path, module) for path, module, _ in local)]),
-        batch_sizes=_setup.batch_sizes(loaders),
-        loaders=_setup.loaders(loaders, tries=tries),
-        sharing_strategy=_setup.sharing_strategy(),
+        batch_sizes=_program_settings.batch_sizes(loaders),
+        loaders=_program_settings.loaders(loaders, tries=tries),
+        sharing_strategy=_program_settings.sharing_strategy(),
         native_bfloat16=native_bfloat16(),
         float32_only=float32_only(model for _, model in modules),
         world_size=world_size(),
         replicas=replicas(modules),
         reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
         trainers=trainers(program, under, passed, modules),
-        **_setup.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
+        **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )
 

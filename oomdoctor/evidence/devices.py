@@ -11,9 +11,9 @@ import torch
 from oomdoctor.evidence import driver
 from oomdoctor.evidence._torch_devices import TorchAccelerator, initialised, unused
 from oomdoctor.evidence.host import HostAccelerator
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, Measured
 from oomdoctor.model.session import Accelerator
+from oomdoctor.model.unavailable import Unavailable
 
 
 class MetalAccelerator:

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceProcess, Measured
 from oomdoctor.model.sizes import GIB
+from oomdoctor.model.unavailable import Unavailable
 
 _WORDS: Final = {
     "LibraryNotFound": "this machine has no NVIDIA driver",

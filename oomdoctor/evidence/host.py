@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Final
 import psutil
 
 from oomdoctor.evidence import _kernel, _processes
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import DeviceMemory, HostMemory, Measured, Pressure
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.sandbox import reserve
 
 _NO_FILES: Final = Unavailable("the system does not tell how many files are open")

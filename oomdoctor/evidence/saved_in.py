@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from oomdoctor.evidence.ledger import Entry, Ledger
+from oomdoctor.evidence.owners import Entry, Ledger
 from oomdoctor.model.memory import Role
 from oomdoctor.objects.paths import Path
 from oomdoctor.objects.storages import LEAF, Graphs, plain_storages, storages_of

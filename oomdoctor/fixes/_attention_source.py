@@ -17,14 +17,14 @@ from typing import Final, NamedTuple
 
 import libcst as cst
 
-from oomdoctor.fixes._terms import Unfit, need, refusing
+from oomdoctor.fixes._preconditions import Unfit, need, refusing
 from oomdoctor.model.fix import Edit
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.earlier_cells import node_of
 from oomdoctor.program.import_lines import spelled
 from oomdoctor.program.names import blocks_of, call_name
-from oomdoctor.program.replay import node_of
 
 _LONGEST: Final = 100
 _NAMESPACES: Final = frozenset({"torch", "F", "torch.nn.functional", "nn.functional", "self"})

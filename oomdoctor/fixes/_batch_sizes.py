@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.fixes._terms import Unfit, need
+from oomdoctor.fixes._preconditions import Unfit, need
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program.book import Book, Number, Place, calls, literal
 from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.literals import Book, Number, Place, calls, literal
 from oomdoctor.program.magics import Function, Loop
 from oomdoctor.program.names import call_name
 

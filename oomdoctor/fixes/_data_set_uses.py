@@ -14,8 +14,8 @@ from typing import Final, TypeAlias
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes._placement import last_name
-from oomdoctor.fixes._terms import Unfit
+from oomdoctor.fixes._construction_sites import last_name
+from oomdoctor.fixes._preconditions import Unfit
 from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within

@@ -34,7 +34,7 @@ from oomdoctor.fixes._micro_statements import (
     units_of,
 )
 from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called, scalar_names
-from oomdoctor.fixes._terms import Unfit
+from oomdoctor.fixes._preconditions import Unfit
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first

@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.fixes._micro_values import called
-from oomdoctor.fixes._terms import Unfit
-from oomdoctor.program import words
+from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import arguments_of, blocks_of
 from oomdoctor.program.regions import backwards_in
-from oomdoctor.program.words import Result
+from oomdoctor.program.torch_functions import Result
 
-MOVES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
+MOVES: Final = torch_functions.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
 TO_DEVICE: Final = frozenset({"to", "cuda"})
-_ROWS_OF: Final = MOVES | words.names_of(Result.DETACHED, Result.NUMBER, Result.NEW)
+_ROWS_OF: Final = MOVES | torch_functions.names_of(Result.DETACHED, Result.NUMBER, Result.NEW)
 
 
 def units_of(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -44,7 +44,7 @@ def loss_of(call: ast.Call) -> ast.expr:
         return call.args[0]
     if call.args or call.keywords:
         raise Unfit("backward is called with arguments")
-    if isinstance(receiver, ast.Call) and words.last_name(receiver) == "scale" and len(receiver.args) == 1:
+    if isinstance(receiver, ast.Call) and torch_functions.last_name(receiver) == "scale" and len(receiver.args) == 1:
         return receiver.args[0]
     return receiver
 
@@ -67,7 +67,7 @@ def binds_of(node: ast.stmt) -> set[str]:
         for part in ast.walk(node)
         if isinstance(part, ast.Call)
         and isinstance(part.func, ast.Attribute)
-        and (part.func.attr in words.GATHERS - {"add"} or words.is_in_place(part.func.attr))
+        and (part.func.attr in torch_functions.GATHERS - {"add"} or torch_functions.is_in_place(part.func.attr))
     }
     return (bound(node) | _parts(node, ast.Store) | changed) - {""}
 

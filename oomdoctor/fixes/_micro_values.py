@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final
 
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import bound
 from oomdoctor.program.names import arguments_of
-from oomdoctor.program.words import Result
+from oomdoctor.program.torch_functions import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +112,10 @@ _ROWS: Final = Value(shape=Shape.ROWS)
 _COUNT: Final = Value(shape=Shape.COUNT)
 _MEAN: Final = Value(shape=Shape.MEAN)
 _SUM: Final = Value(shape=Shape.SUM)
-_KEEPS_ENTRIES: Final = words.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED, Result.DETACHED)
-_NUMBERS: Final = words.names_of(Result.NUMBER)
+_KEEPS_ENTRIES: Final = torch_functions.names_of(
+    Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED, Result.DETACHED
+)
+_NUMBERS: Final = torch_functions.names_of(Result.NUMBER)
 _IGNORED: Final = "-100"
 _SHIFTED: Final = ("ForCausalLM", "LMHeadModel")
 

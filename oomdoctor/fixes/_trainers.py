@@ -22,8 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
-from oomdoctor.fixes._terms import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
@@ -31,10 +30,11 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
-from oomdoctor.program.book import Book, Page, calls
+from oomdoctor.program.earlier_cells import LOADERS, exchanged, node_of, write
+from oomdoctor.program.literals import Book, Page, calls
 from oomdoctor.program.names import call_name
-from oomdoctor.program.replay import LOADERS, exchanged, node_of, write
 from oomdoctor.program.rewriting import text_of
 
 _PARTS: Final = (2, 4, 8, 16, 32)

@@ -27,8 +27,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._placement import StepLines, preceded, runs, step_lines
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes._construction_sites import StepLines, preceded, runs, step_lines
+from oomdoctor.fixes._preconditions import (
     ROUNDS,
     Unfit,
     check_training,
@@ -39,7 +39,6 @@ from oomdoctor.fixes._terms import (
     refusing,
     running_loops,
 )
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -47,6 +46,7 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, bound, reads
 from oomdoctor.program.import_lines import knows_torch

@@ -15,10 +15,9 @@ from typing import Final
 
 import libcst as cst
 
+from oomdoctor.fixes._construction_sites import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._placement import keyword, last_name
-from oomdoctor.fixes._terms import Unfit, check_host_room, need, proposing, refusing, root_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, check_host_room, need, proposing, refusing, root_of
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -26,11 +25,12 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.dataflow import assigned
 from oomdoctor.program.definitions import Program, Scope, site, statements
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.names import call_name, names_in, own_nodes
 from oomdoctor.program.rewriting import place_at, text_of, within
 

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._placement import placed
-from oomdoctor.fixes._recompute_choice import choices
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes._construction_sites import placed
+from oomdoctor.fixes._preconditions import (
     Unfit,
     check_short,
     found_or_asked,
@@ -28,13 +27,14 @@ from oomdoctor.fixes._terms import (
     proposing,
     refusing,
 )
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._recompute_choice import choices
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported

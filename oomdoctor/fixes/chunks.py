@@ -31,8 +31,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._placement import placed
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes._construction_sites import placed
+from oomdoctor.fixes._preconditions import (
     HELD,
     NUMBER_BYTES,
     Unfit,
@@ -48,7 +48,6 @@ from oomdoctor.fixes._terms import (
     takes_note,
 )
 from oomdoctor.fixes.inference_precision import detect_runs
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -57,10 +56,11 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, Scope, site
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.names import call_name, own_nodes
 
 TOLERANCE: Final = 1e-5

@@ -32,10 +32,9 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _placement
-from oomdoctor.fixes._terms import Unfit, in_the_step, layer, proposing, refusing
+from oomdoctor.fixes import _construction_sites
+from oomdoctor.fixes._preconditions import Unfit, in_the_step, layer, proposing, refusing
 from oomdoctor.fixes.gradients import ELEMENTWISE
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import ModelFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -43,8 +42,9 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
-from oomdoctor.program import import_lines, rewriting, words
-from oomdoctor.program.words import Result
+from oomdoctor.model.unavailable import Refused
+from oomdoctor.program import import_lines, rewriting, torch_functions
+from oomdoctor.program.torch_functions import Result
 
 DDP: Final = "DistributedDataParallel"
 
@@ -87,7 +87,8 @@ def alone(session: Session, dose: Dose) -> Iterator[None]:
 
 _VIEW: Final = "gradient_as_bucket_view"
 _PASSING: Final = re.compile(
-    rf"\.grad(\.data)?(\s*[-+*/]=|\.({'|'.join(sorted(words.names_of(Result.REDUCED, Result.DISCRETE)))}|abs|square|pow"
+    r"\.grad(\.data)?(\s*[-+*/]=|\.("
+    rf"{'|'.join(sorted(torch_functions.names_of(Result.REDUCED, Result.DISCRETE)))}|abs|square|pow"
     r"|clone|numel|item|size|dim|element_size|shape|dtype|device|is_sparse|ndim)\b)|\.grad(\s*=(?!=)|\s+is\b|\()"
     r"|^\s*(if [^:\n]*: *)?[\w.\[\]]+\.grad(\.data)?\.(zero|mul|div|add|sub|clamp|copy|nan_to_num)_\(.*"
     r"|\b(isnan|isfinite|isinf|norm|vector_norm|is_tensor)\([\w.\[\]]+\.grad\b",
@@ -117,7 +118,7 @@ def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 @refusing
 def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the settings where DDP is made."""
-    found = _placement.find(cells, DDP)
+    found = _construction_sites.find(cells, DDP)
     if not found:
         raise Unfit(f"no cell makes a {DDP}: it is made by a library")
     for cell in cells.history:
@@ -127,21 +128,21 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
             raise Unfit(f"`{line}` may hold on to a gradient, which as a view would change with the next step")
     known = {one.path for one in evidence.code.replicas}
     told = {one: _with_views(one) for one in found}
-    live = dict[_placement.Call, list[str]]()
+    live = dict[_construction_sites.Call, list[str]]()
     for one in (one for one in found if one.around is None and one.is_live(cells)):
         if one.target is None or one.target not in known:
             raise Unfit(f"{one.where} makes it before the failing cell, under no name that leads to it")
         model = next(arg.value for arg in told[one].args if arg.keyword is None or arg.keyword.value == "module")
         anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
-        live[one] = [f"{one.target} = {_placement.code_of(anew)}"]
-    return _placement.exchanged(cells, told, live=live)
+        live[one] = [f"{one.target} = {_construction_sites.code_of(anew)}"]
+    return _construction_sites.exchanged(cells, told, live=live)
 
 
-def _with_views(one: _placement.Call) -> cst.Call:
-    text = _placement.keyword_text(one.node, _VIEW)
+def _with_views(one: _construction_sites.Call) -> cst.Call:
+    text = _construction_sites.keyword_text(one.node, _VIEW)
     if text not in (None, "True", "False"):
         raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
-    return one.node if text == "True" else _placement.with_keyword(one.node, _VIEW, "True")
+    return one.node if text == "True" else _construction_sites.with_keyword(one.node, _VIEW, "True")
 
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"
@@ -215,9 +216,9 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     names = {one.path for one in code.steppers}
     for loop in (one for one in code.loops if one.in_failing_run):
         names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
-    found = _placement.find(cells, *ELEMENTWISE)
+    found = _construction_sites.find(cells, *ELEMENTWISE)
     # A cell may take ``optim`` from a cell that is not known.
-    homes = {one: import_lines.qualified_name(cells, _placement.code_of(one.node.func)) for one in found}
+    homes = {one: import_lines.qualified_name(cells, _construction_sites.code_of(one.node.func)) for one in found}
     found = tuple(one for one, home in homes.items() if home.removeprefix("torch.") == f"optim.{one.name}")
     found = tuple(one for one in found if not names or one.target in names)
     if not found:
@@ -229,10 +230,10 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
             raise Unfit(f"`{text}` needs the whole state of the optimizer, which no process has then")
     name = import_lines.name_for(_OF_SHARDED, _SHARDED, cells, "SharedOptimizer")
     shared = {one: _within(one, name) for one in found}
-    return _placement.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)])
+    return _construction_sites.exchanged(cells, shared, [import_lines.source_of(_OF_SHARDED, _SHARDED, name)])
 
 
-def _within(one: _placement.Call, name: str) -> cst.Call:
+def _within(one: _construction_sites.Call, name: str) -> cst.Call:
     """Return the call that makes the same optimizer for a share of the parameters.
 
     The class reads groups of parameters twice, and loses those that are generators.
@@ -244,7 +245,7 @@ def _within(one: _placement.Call, name: str) -> cst.Call:
     unnamed = [arg for arg in call.args if arg.keyword is None]
     if len(unnamed) > 2 or not call.args or (call.args[0].keyword and call.args[0].keyword.value != "params"):
         raise Unfit(f"{one.where} gives the optimizer's settings by position")
-    given = _placement.code_of(call.args[0].value)
+    given = _construction_sites.code_of(call.args[0].value)
     if given.isidentifier():
         made = re.findall(rf"^[ \t]*{given} = (.*(?:\n[ \t]+.*|\n\].*)*)", one.cell.source, re.MULTILINE)
         given = made[0] if len(made) == 1 else ""
@@ -254,7 +255,7 @@ def _within(one: _placement.Call, name: str) -> cst.Call:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
     first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
-    added = _placement.with_keyword(call, "optimizer_class", _placement.code_of(call.func), first)
+    added = _construction_sites.with_keyword(call, "optimizer_class", _construction_sites.code_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 
@@ -296,7 +297,7 @@ def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     """Return the cells with the model sharded in the place of the wrapper."""
     if any(_SHARD in cell.source for cell in cells.history):
         raise Unfit("the cells shard a model already")
-    model, found = _model(evidence), _placement.find(cells, DDP)
+    model, found = _model(evidence), _construction_sites.find(cells, DDP)
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
         raise Unfit(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")
     (one,) = found
@@ -312,12 +313,12 @@ def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     return _sharded(cells, one, model)
 
 
-def _sharded(cells: Cells, one: _placement.Call, model: ModelFacts) -> Patch | Refused:
+def _sharded(cells: Cells, one: _construction_sites.Call, model: ModelFacts) -> Patch | Refused:
     if not one.node.args or not one.is_whole_value:
         raise Unfit(f"{one.where} does more than to wrap the model")
     shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
     block = rewriting.fresh_name("block", cells)
-    text = _placement.code_of(one.node.args[0].value)
+    text = _construction_sites.code_of(one.node.args[0].value)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
     outermost = (path for path in model.blocks if not any(path.startswith(f"{one}.") for one in model.blocks))
     for path in outermost:  # without the wrapper, whose own name is the model's then
@@ -329,7 +330,7 @@ def _sharded(cells: Cells, one: _placement.Call, model: ModelFacts) -> Patch | R
         new[-1] = new[-1].with_changes(trailing_whitespace=old.trailing_whitespace)
     module = rewriting.replace(one.parsed.module, old, new)
     module = import_lines.insert_at_top(one.parsed, module, [import_lines.source_of(_HOME, _SHARD, shard)])
-    return rewriting.join(cells, [_placement.advised(one.cell, one.parsed, module)])
+    return rewriting.join(cells, [_construction_sites.advised(one.cell, one.parsed, module)])
 
 
 FIXES: Final = (

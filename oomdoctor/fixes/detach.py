@@ -21,9 +21,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._placement import preceded
-from oomdoctor.fixes._terms import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._construction_sites import preceded
+from oomdoctor.fixes._preconditions import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -31,11 +30,12 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import called_on, kept_otherwise, kept_value
 from oomdoctor.program.definitions import Program, Scope, Statement, site, statements
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.kept_tensors import Place, history_appends, undifferentiated
 from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, own_nodes, target_names

@@ -19,10 +19,9 @@ from typing import Final
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes import _placement, ddp_memory
-from oomdoctor.fixes._placement import keyword_text, preceded, with_keyword
-from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes import _construction_sites, ddp_memory
+from oomdoctor.fixes._construction_sites import keyword_text, preceded, with_keyword
+from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -30,6 +29,7 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Census, Role
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
 from oomdoctor.program.rewriting import New, exchange, within
@@ -85,12 +85,12 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             raise Unfit(f"the cells start processes already: `{used[0]}`")
         if (used := _NUMBERED.search(cell.source)) is not None:
             raise Unfit(f"`{used[0]}` names one device, where each process has to have its own")
-    found = _placement.find(cells, "DataParallel")
+    found = _construction_sites.find(cells, "DataParallel")
     if len(found) != 1 or found[0].target is None:
         raise Unfit("no cell wraps one model in DataParallel, under a name")
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     wanted = {loop: dict(loop.stands_for).get(loop.loader, loop.loader) for loop in loops}
-    loaders = {one.target: one for one in _placement.find(cells, "DataLoader")}
+    loaders = {one.target: one for one in _construction_sites.find(cells, "DataLoader")}
     missing = set(wanted.values()) - loaders.keys()
     if missing or not loops:
         names = ", ".join(sorted(missing))
@@ -124,22 +124,22 @@ class _Program:
         self._imports[cell.number][import_lines.source_of(module, attribute, name)] = None
         return name
 
-    def wrap(self, one: _placement.Call) -> str:
+    def wrap(self, one: _construction_sites.Call) -> str:
         """Wrap the model for this process, on its device; return how many processes to start."""
         given, *others = one.node.args
         if given.star or (given.keyword and given.keyword.value != "module"):
             raise Unfit(f"{one.where} gives the model in a way that is not followed")
-        devices = _DEVICES.fullmatch("".join(map(_placement.code_of, others)))
+        devices = _DEVICES.fullmatch("".join(map(_construction_sites.code_of, others)))
         numbers = re.findall(r"\d+", (devices and devices["numbers"]) or "")
         if devices is None or numbers != [str(number) for number in range(len(numbers))]:
             raise Unfit(f"{one.where} names the devices in a way that is not followed")
         wrapper = self._import(one.cell, "torch.nn.parallel", ddp_memory.DDP)
-        model = _placement.code_of(given.value)
+        model = _construction_sites.code_of(given.value)
         there = "" if m.matches(given.value, _MOVE) else self._move(one, model)
         self._nodes[one.cell.number][one.node] = cst.parse_expression(f"{wrapper}({model}{there})")
         return str(len(numbers) or "gpu")
 
-    def _move(self, one: _placement.Call, model: str) -> str:
+    def _move(self, one: _construction_sites.Call, model: str) -> str:
         """Return the move to the device of the process that the model lacks where it is wrapped."""
         names = "|".join(map(re.escape, {model, str(one.target)}))
         moves = re.compile(rf"^\s*(?:(?:{names})\s*=.*)?(?:{names})?(\.(?:to|cuda)\([^()\n]*\))")
@@ -149,7 +149,7 @@ class _Program:
                     return "" if (cell.number, number) < (one.cell.number, one.line) else found[1]
         return ".cuda()"
 
-    def share_out(self, one: _placement.Call) -> None:
+    def share_out(self, one: _construction_sites.Call) -> None:
         """Have each process take its part of the batches of a loader."""
         args = one.node.args
         unnamed = [arg for arg in args if arg.keyword is None]
@@ -163,11 +163,15 @@ class _Program:
         data, size = (given[name].value for name in _PLACES)
         if not isinstance(data, cst.Name | cst.Attribute):
             raise Unfit(f"{one.where} makes the data set within the call: give it a name first")
-        text, told, nodes = _placement.code_of(size), keyword_text(one.node, "shuffle"), self._nodes[one.cell.number]
+        text, told, nodes = (
+            _construction_sites.code_of(size),
+            keyword_text(one.node, "shuffle"),
+            self._nodes[one.cell.number],
+        )
         if not isinstance(size, cst.Name | cst.Attribute | cst.Integer):
             raise Unfit(f"`{text}` of {one.where} is no plain number of samples")
         sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
-        made = f"{sampler}({_placement.code_of(data)}{'' if told == 'True' else f', shuffle={told or False}'})"
+        made = f"{sampler}({_construction_sites.code_of(data)}{'' if told == 'True' else f', shuffle={told or False}'})"
         nodes[size] = cst.parse_expression(f"{text} // {self._dist}.get_world_size()")
         if (shuffle := given.get("shuffle")) is not None:
             nodes[shuffle] = shuffle.with_changes(keyword=cst.Name("sampler"), value=cst.parse_expression(made))
@@ -201,7 +205,7 @@ class _Program:
             parsed = need(rewriting.read(cell.source))
             module = exchange(parsed.module, self._nodes[cell.number])
             module = import_lines.insert_at_top(parsed, module, tops.get(cell.number, []))
-            edits.append(_placement.advised(cell, parsed, module))
+            edits.append(_construction_sites.advised(cell, parsed, module))
         return rewriting.join(self._cells, edits)
 
 

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._placement import preceded
-from oomdoctor.fixes._terms import Unfit, listed, need, proposing, refusing, root_of, sites_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._construction_sites import preceded
+from oomdoctor.fixes._preconditions import Unfit, listed, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -27,6 +26,7 @@ from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users

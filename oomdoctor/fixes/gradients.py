@@ -31,8 +31,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._terms import Unfit, proposing, refusing, running_loops, sites_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, proposing, refusing, running_loops, sites_of
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -40,11 +39,12 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import submodules
 from oomdoctor.objects.known import Objects
-from oomdoctor.program import rewriting, words
+from oomdoctor.program import rewriting, torch_functions
 from oomdoctor.program.definitions import Program, site
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.names import own_nodes
 from oomdoctor.program.rewriting import within
 
@@ -238,7 +238,7 @@ def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
         site("zeroed", scope, node)
         for scope in ground(program).reach
         for node in own_nodes(scope.body)
-        if isinstance(node, ast.Call) and words.last_name(node) == "zero_grad" and _keeps(node)
+        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "zero_grad" and _keeps(node)
     )
 
 

@@ -29,9 +29,8 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._placement import keyword, under
-from oomdoctor.fixes._terms import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._construction_sites import keyword, under
+from oomdoctor.fixes._preconditions import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -40,16 +39,17 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
-from oomdoctor.program import import_lines, rewriting, words
+from oomdoctor.program import import_lines, rewriting, torch_functions
 from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.definitions import Program, Scope, site
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.gradients import Graphs, graphs_of
-from oomdoctor.program.ground import ground
 from oomdoctor.program.kept_tensors import outliving, undifferentiated
 from oomdoctor.program.names import blocks_of, own_nodes
 
@@ -66,7 +66,7 @@ def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
         (scope, node)
         for scope in ground(program).reach
         for node in own_nodes(scope.body)
-        if isinstance(node, ast.Call) and words.last_name(node) == "backward" and _keeps_graph(node)
+        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "backward" and _keeps_graph(node)
     ]
     graphs = graphs_of(program, {}) if calls else None
     return tuple(site(_kind(graphs, scope, call), scope, call) for scope, call in calls if graphs is not None)
@@ -89,7 +89,7 @@ def _kind(graphs: Graphs, scope: Scope, call: ast.Call) -> str:
     for node in _later(path, loops[-1] if loops else path[0]):
         every = [node, *(part for one in graphs.called([node]) for part in one.body)]
         calls = (one for part in every for one in ast.walk(part) if isinstance(one, ast.Call))
-        if any(words.last_name(one) in words.TAKES_GRADIENT | {"fit"} for one in calls):
+        if any(torch_functions.last_name(one) in torch_functions.TAKES_GRADIENT | {"fit"} for one in calls):
             return "another gradient is taken after it in the same step"
     return _DROPS
 

@@ -30,8 +30,7 @@ from typing import Any, Final
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -39,6 +38,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword

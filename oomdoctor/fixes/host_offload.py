@@ -28,9 +28,9 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _placement
-from oomdoctor.fixes._placement import under
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes import _construction_sites
+from oomdoctor.fixes._construction_sites import under
+from oomdoctor.fixes._preconditions import (
     Unfit,
     check_host_room,
     check_not_stepping,
@@ -40,7 +40,6 @@ from oomdoctor.fixes._terms import (
     proposing,
     refusing,
 )
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -48,6 +47,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, site
@@ -270,7 +270,7 @@ def _on_device(data: Any, device: Any) -> Any:
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the failing cell with hooks on the optimizers that it makes."""
-    found = [_placement.made(cells, facts) for facts in evidence.code.steppers]
+    found = [_construction_sites.made(cells, facts) for facts in evidence.code.steppers]
     if not found:
         raise Unfit("no optimizer was found among the notebook's objects")
     for one in found:

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._terms import Unfit, native, need, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, native, need, proposing, refusing
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -33,8 +32,9 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
-from oomdoctor.program import rewriting, words
+from oomdoctor.program import rewriting, torch_functions
 from oomdoctor.program.arguments import called_on
 from oomdoctor.program.dataflow import Flow, bound
 from oomdoctor.program.definitions import Program, site, with_gradients
@@ -42,12 +42,15 @@ from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
 from oomdoctor.program.names import own_nodes
 from oomdoctor.program.rewriting import text_of, within
-from oomdoctor.program.words import Result
+from oomdoctor.program.torch_functions import Result
 
 _CASTS: Final = re.compile(r"\.half\(\)|\.bfloat16\(\)|torch\.(bfloat16|float16|half)\b")
 _MAY_BE_TENSORS: Final = (cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.BinaryOperation, cst.UnaryOperation)
 _CONSTANTS: Final = (cst.BaseNumber, cst.BaseString)
-_NO_FLOATS: Final = words.names_of(Result.NUMBER, Result.DISCRETE, Result.TRUNCATED, Result.NEW) | {"float", "double"}
+_NO_FLOATS: Final = torch_functions.names_of(Result.NUMBER, Result.DISCRETE, Result.TRUNCATED, Result.NEW) | {
+    "float",
+    "double",
+}
 """Calls that give no tensor of 16 bits, whatever they are given."""
 _PATH: Final = re.compile(r"(local `)?([^\W\d]\w*)")
 """The name that a path of the census begins with."""
@@ -81,8 +84,8 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
             return path if path in known else None
 
         flow = Flow(
-            makes=lambda call: words.last_name(call) != "generate" and path_of(call) is not None,
-            stops=lambda call: words.last_name(call) in _NO_FLOATS,
+            makes=lambda call: torch_functions.last_name(call) != "generate" and path_of(call) is not None,
+            stops=lambda call: torch_functions.last_name(call) in _NO_FLOATS,
             of_graphs=False,
         )
         names = flow.spread(scope.body, ())
@@ -90,7 +93,7 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
         for node in (one for one in own_nodes(scope.body) if isinstance(one, ast.Call)):
             if (path := path_of(node)) is not None:
                 yield site("run" if id(node) in trained else "prediction", scope, node, (path, ast.unparse(node.func)))
-            elif words.last_name(node) == "numpy" and flow.carries(node.func, names):
+            elif torch_functions.last_name(node) == "numpy" and flow.carries(node.func, names):
                 yield site("numpy", scope, node, (ast.unparse(node.func),))
 
 

@@ -26,8 +26,7 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
-from oomdoctor.fixes._terms import Unfit, check_host, need, proposing, refusing, root_of
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing, root_of
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -35,9 +34,10 @@ from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import HostProcess, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.program import arguments, rewriting
-from oomdoctor.program.book import Book, Page, Place
-from oomdoctor.program.replay import exchanged
+from oomdoctor.program.earlier_cells import exchanged
+from oomdoctor.program.literals import Book, Page, Place
 
 _WORKER: Final = re.compile(r"DataLoader worker(?: \d+)?(?: of (?P<loader>.+?))?(?P<ended> \(ended\))?")
 _SLOWER, _WITHOUT = 1.1, 1.5

@@ -23,7 +23,7 @@ from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._micro_plan import Split, plan
 from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes._preconditions import (
     Unfit,
     check,
     check_short,
@@ -36,7 +36,6 @@ from oomdoctor.fixes._terms import (
     refusing,
     why_no_parts,
 )
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -44,11 +43,12 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
-from oomdoctor.program.book import Book
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.literals import Book
 from oomdoctor.program.names import bound_by, imported
 from oomdoctor.program.regions import Region, regions
 from oomdoctor.program.training_loops import batch_of, called_like_a_model

@@ -17,29 +17,29 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._terms import Unfit, hangs_on, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, hangs_on, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.arguments import kept_otherwise
 from oomdoctor.program.dataflow import Flow, Way
 from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.gradients import ModelCalls
 from oomdoctor.program.kept_tensors import gathers_predictions
 from oomdoctor.program.names import names_in, own_nodes, parameters_of, root_of, stored
-from oomdoctor.program.words import Result
+from oomdoctor.program.torch_functions import Result
 
 _NOTHING: Final = "no loop that the failing cell runs collects outputs of a model on the device"
 _TOLERANCE: Final = 1e-5
 _FOLLOWED: Final = "followed"
 _HOST_MODULES: Final = frozenset({"np", "numpy", "plt", "pd", "sns"})
-_OTHERWISE: Final = words.DRAWS | (words.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
+_OTHERWISE: Final = torch_functions.DRAWS | (torch_functions.INDEXED - {"max", "min"}) | {"argsort", "searchsorted"}
 """Calls whose result is another one on another device, and not by rounding alone."""
 
 
@@ -108,7 +108,7 @@ class _Uses:
         given = (node for node, _ in way.met if isinstance(node, ast.Return) and node.value is not None)
         returns = not is_top and any(way.carries(node, node.value) for node in given if node.value is not None)
         flow = Flow(
-            makes=lambda call: returns and words.last_name(call) == self._scope.tail,
+            makes=lambda call: returns and torch_functions.last_name(call) == self._scope.tail,
             stops=_leaves_host,
             of_graphs=False,
         )
@@ -123,8 +123,8 @@ class _Uses:
         if not moved or (isinstance(met, ast.stmt) and any(_fills(met, name) for name in self.moved)):
             return
         text = f"`{' '.join(ast.unparse(node).split())[:60]}`"
-        called = words.last_name(node) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.AugAssign) or (called and words.is_in_place(called)):
+        called = torch_functions.last_name(node) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.AugAssign) or (called and torch_functions.is_in_place(called)):
             raise Unfit(f"{text} writes in place, which the tensors on the device would not see")
         if called in _OTHERWISE:
             raise Unfit(f"{text} may draw other numbers, or order what is alike otherwise, in host memory")
@@ -145,7 +145,9 @@ class _Uses:
     def _container(self, scope: Scope, name: str) -> str:
         """Return the collection that ``name`` is joined from, else ``name``."""
         joins = (value for to, value in _assigned(scope) if to == name and isinstance(value, ast.Call) and value.args)
-        return next((root_of(one.args[0]) for one in joins if words.last_name(one) in words.JOINS), name)
+        return next(
+            (root_of(one.args[0]) for one in joins if torch_functions.last_name(one) in torch_functions.JOINS), name
+        )
 
     def _is_written(self, fill: ast.stmt) -> bool:
         """Whether a name that ``fill`` puts into a collection is written to in place anywhere in the scope."""
@@ -161,7 +163,7 @@ class _Uses:
 def _written(node: ast.AST) -> list[ast.expr]:
     """Return what a node writes into in place."""
     match node:
-        case ast.Call(func=ast.Attribute(value=base, attr=method)) if words.is_in_place(method):
+        case ast.Call(func=ast.Attribute(value=base, attr=method)) if torch_functions.is_in_place(method):
             return [base]
         case ast.AugAssign(target=target) | ast.Subscript(value=target, ctx=ast.Store()):
             return [target]
@@ -170,9 +172,9 @@ def _written(node: ast.AST) -> list[ast.expr]:
 
 def _leaves_host(call: ast.Call) -> bool:
     """Whether what a call gives is no tensor in host memory: a number, an array, or moved to a device again."""
-    name = words.last_name(call)
-    plain = isinstance(call.func, ast.Name) and name in words.PLAIN_FUNCTIONS
-    away = name in words.names_of(Result.NUMBER) | {"to", "cuda"}
+    name = torch_functions.last_name(call)
+    plain = isinstance(call.func, ast.Name) and name in torch_functions.PLAIN_FUNCTIONS
+    away = name in torch_functions.names_of(Result.NUMBER) | {"to", "cuda"}
     return plain or away or root_of(call.func) in _HOST_MODULES
 
 
@@ -190,7 +192,7 @@ def _parts(node: ast.AST) -> list[ast.expr]:
         case ast.Call(func=func, args=args, keywords=keywords):
             receiver = [func.value] if isinstance(func, ast.Attribute) else []
             values = [one.value for one in keywords if one.arg not in {"dim", "axis", "keepdim"}]
-            is_apart = words.last_name(node) in {"zip", "enumerate"}  # what they go through is met one by one
+            is_apart = torch_functions.last_name(node) in {"zip", "enumerate"}  # what they go through is met one by one
             return [] if is_apart or _leaves_host(node) else [*receiver, *args, *values]
     return []
 

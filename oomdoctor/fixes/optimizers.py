@@ -28,9 +28,8 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _placement, _trainers
-from oomdoctor.fixes._terms import Unfit, in_the_step, kind_of_device, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes import _construction_sites, _trainers
+from oomdoctor.fixes._preconditions import Unfit, in_the_step, kind_of_device, proposing, refusing
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -38,9 +37,10 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
+from oomdoctor.program.earlier_cells import LOADERS, write
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
-from oomdoctor.program.replay import LOADERS, write
 from oomdoctor.program.rewriting import text_of
 
 _LIBRARIES: Final = ("torchao", "bitsandbytes")
@@ -170,7 +170,7 @@ def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
         maker = _Maker(name="{}8bit", keeps=keeps, home=f"{dose['library']}.optim")
     if not knows_torch(cells):
         raise Unfit("the cells do not import `torch` by its name")
-    made = [_placement.made(cells, facts) for facts in _adams(evidence)]
+    made = [_construction_sites.made(cells, facts) for facts in _adams(evidence)]
     for cell in cells.history:
         if (loaded := _LOADED.search(cell.source)) is not None:
             raise Unfit(f"`{loaded[1]}` was given a state that another optimizer cannot take")
@@ -192,7 +192,7 @@ def _given(call: cst.Call) -> set[str]:
     Source: ``torch.optim.Optimizer.add_param_group``.
     """
     given = [arg.value for arg in call.args if arg.keyword is None or arg.keyword.value == "params"][:1]
-    nodes = [node for one in given for node in ast.walk(ast.parse(_placement.code_of(one), mode="eval"))]
+    nodes = [node for one in given for node in ast.walk(ast.parse(_construction_sites.code_of(one), mode="eval"))]
     roots = [node.value for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
     roots += [node.func for node in nodes if isinstance(node, ast.Call)]
     return {node.id for node in nodes if isinstance(node, ast.Name) and node not in roots}
@@ -213,7 +213,7 @@ def _call(call: cst.Call, maker: _Maker) -> cst.Call:
     for name in [arg.keyword.value for arg in call.args if arg.keyword is not None]:
         call = call if name in maker.keeps | {"params", "lr"} else arguments.without_keyword(call, name)
     call = arguments.with_keyword(call, "momentum", maker.momentum) if maker.momentum else call
-    name = maker.name.format(_placement.last_name(func))
+    name = maker.name.format(_construction_sites.last_name(func))
     home, _, last = name.rpartition(".")
     if home == "torch.optim" and isinstance(func, cst.Attribute):  # as the cell knows it
         return call.with_changes(func=func.with_changes(attr=cst.Name(last)))
@@ -263,14 +263,14 @@ def _listed(evidence: Evidence) -> list[OptimizerFacts]:
 @refusing
 def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with ``foreach=False`` where the optimizers are made."""
-    found = {_placement.made(cells, facts): facts for facts in _listed(evidence)}
+    found = {_construction_sites.made(cells, facts): facts for facts in _listed(evidence)}
     if not found:
         raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
-    told = {one: _placement.with_keyword(one.node, "foreach", "False") for one in found}
+    told = {one: _construction_sites.with_keyword(one.node, "foreach", "False") for one in found}
     # A comprehension leaves no name behind.
     lines = "{0}.defaults.update(foreach=False)", "[group.update(foreach=False) for group in {0}.param_groups]"
     live = {one: [line.format(facts.path) for line in lines] for one, facts in found.items() if one.is_live(cells)}
-    return _placement.exchanged(cells, told, live=live)
+    return _construction_sites.exchanged(cells, told, live=live)
 
 
 FIXES: Final = (

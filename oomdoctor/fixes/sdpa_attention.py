@@ -31,8 +31,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
-from oomdoctor.fixes._terms import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -40,12 +39,13 @@ from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import child_path, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope, site
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 from oomdoctor.program.import_lines import insert_at_top
 from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes
 from oomdoctor.program.rewriting import within

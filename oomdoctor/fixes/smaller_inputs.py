@@ -26,8 +26,8 @@ import libcst as cst
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._batch_sizes import fixed_schedule, sizes_of, smaller, takes_fixed_steps
-from oomdoctor.fixes._placement import step_lines
-from oomdoctor.fixes._terms import (
+from oomdoctor.fixes._construction_sites import step_lines
+from oomdoctor.fixes._preconditions import (
     Unfit,
     check_training,
     layer,
@@ -37,7 +37,6 @@ from oomdoctor.fixes._terms import (
     refusing,
     running_loops,
 )
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
@@ -45,11 +44,12 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
-from oomdoctor.program.book import Book, Number
 from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.earlier_cells import exchange_numbers
 from oomdoctor.program.import_lines import spelled
-from oomdoctor.program.replay import exchange_numbers
+from oomdoctor.program.literals import Book, Number
 
 Line: TypeAlias = Callable[[TrainingLoop, set[str]], str]
 """Makes the line that makes the batch of a loop smaller, from the loop and the names that are bound by then."""

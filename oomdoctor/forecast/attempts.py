@@ -15,12 +15,12 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Final, TypeAlias
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainerFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Fix, Patch
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.site import Site
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program.dataflow import loop_at
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import bound_names

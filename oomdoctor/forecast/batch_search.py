@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from oomdoctor.forecast.attempts import patched
+from oomdoctor.forecast.dry_run_result import BASIS
 from oomdoctor.forecast.dry_runs import price
-from oomdoctor.forecast.reading import BASIS
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Forecast, LargestBatch, Verdict
 from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 _MOST: Final = 1 << 24
 """Larger batches are not asked for."""

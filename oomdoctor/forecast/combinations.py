@@ -12,11 +12,11 @@ from itertools import combinations
 from typing import Final
 
 from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Parts
-from oomdoctor.forecast.reading import Reading
-from oomdoctor.model.absence import Refused
+from oomdoctor.forecast.dry_run_result import Reading
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.plan import Forecast
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused
 
 _SAVES: Final = 0.98
 """A fix that leaves more than this share of the peak is none to put beside another."""

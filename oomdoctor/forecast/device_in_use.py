@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.devices import asked_of_to
-from oomdoctor.forecast.ledger import Layout
+from oomdoctor.forecast.live_storages import Layout
 from oomdoctor.forecast.roles import Alive, live_storages
 from oomdoctor.objects.alive import alive, is_apart
 from oomdoctor.sandbox.card import Card

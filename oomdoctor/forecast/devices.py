@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.device_scratch import scratch
-from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.forecast.live_storages import Ledger
 from oomdoctor.forecast.tracker import NoDevice, Tracker
 from oomdoctor.sandbox.card import cublas_workspace_bytes
 from oomdoctor.sandbox.copies import one_sentence

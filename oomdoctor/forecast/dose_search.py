@@ -12,12 +12,12 @@ from math import prod
 from typing import Final
 
 from oomdoctor.forecast.attempts import attempt_with_all
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.memory import LASTING
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, Verdict
 from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.unavailable import Refused
 
 _CAUTION: Final = 0.3
 """How far off an estimate is taken to be where it decides what to forecast or to try first."""

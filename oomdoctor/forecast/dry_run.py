@@ -27,8 +27,9 @@ from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
 from oomdoctor.forecast.devices import DeviceTracker, emulate, lacking
+from oomdoctor.forecast.dry_run_result import OUT_OF_TIME, Reading, Settings, no_reading
 from oomdoctor.forecast.fake_tensors import counts_alone
-from oomdoctor.forecast.ledger import CELL, Layout, Ledger, allocator_settings, is_retry, of_virtual
+from oomdoctor.forecast.live_storages import CELL, Layout, Ledger, allocator_settings, is_retry, of_virtual
 from oomdoctor.forecast.loop_hooks import (
     asker,
     follow_functions,
@@ -38,7 +39,6 @@ from oomdoctor.forecast.loop_hooks import (
 )
 from oomdoctor.forecast.loop_model import KeptLists, LoopModel, StopForecast
 from oomdoctor.forecast.outcome import Run, reading_of
-from oomdoctor.forecast.reading import OUT_OF_TIME, Reading, Settings, no_reading
 from oomdoctor.forecast.roles import Alive, ModuleCalls, follow_roles, live_storages, note_roles
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.tracker import Tracker
@@ -48,7 +48,7 @@ from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
-from oomdoctor.sandbox.walls import forbid, orphan_workers
+from oomdoctor.sandbox.restrictions import forbid, orphan_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

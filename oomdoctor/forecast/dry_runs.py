@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor.errors import ForecastError
-from oomdoctor.forecast.reading import Reading, Settings, late, no_reading
+from oomdoctor.forecast.dry_run_result import Reading, Settings, late, no_reading
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.card import Card, in_use, not_in_use
 from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for

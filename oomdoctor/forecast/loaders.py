@@ -29,12 +29,12 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from oomdoctor.allocator.ledger import storages_of
 from oomdoctor.allocator.mode import run_apart, stays_whole
-from oomdoctor.forecast.ledger import Ledger
+from oomdoctor.allocator.tensor_storages import storages_of
+from oomdoctor.forecast.live_storages import Ledger
 from oomdoctor.forecast.loop_hooks import length_of, size_of
 from oomdoctor.model.memory import Role
-from oomdoctor.sandbox.walls import fetch_here
+from oomdoctor.sandbox.restrictions import fetch_here
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.loop_model import LoopModel

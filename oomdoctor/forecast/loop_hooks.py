@@ -29,7 +29,7 @@ from oomdoctor.program.compiled import LoopHooks, install_hooks
 from oomdoctor.sandbox.attempt import asking, hook_functions
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.live_storages import Ledger
     from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.values import Scalars
 

@@ -37,7 +37,7 @@ from oomdoctor.forecast.growth import Cut
 from oomdoctor.objects.kinds import module_of, plain_dict
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.live_storages import Ledger
 
 _STEPS: Final = 2
 _STEPS_OF_ONE: Final = 6

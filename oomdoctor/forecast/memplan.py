@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.allocator.device import VirtualAccelerator
 from oomdoctor.forecast.batch_search import Batches, largest_batch
+from oomdoctor.forecast.dry_run_result import BASIS, is_of_card, lacked_card, late
 from oomdoctor.forecast.dry_runs import DryRuns, price, unsupported
-from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.reading import BASIS, is_of_card, lacked_card, late
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.forecast.ranking import make_plan
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES, Card
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.evidence import Evidence
@@ -29,6 +28,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Fit, Forecast, MemPlan, Place, Plan, Verdict
 from oomdoctor.model.session import Accelerator, Attempt, Session
 from oomdoctor.model.sizes import MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import alive
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _followed(session: Session, collect: Collect, level: int, card: Device | Non
     from oomdoctor.allocator.device import VirtualAccelerator
     from oomdoctor.errors import ForecastError
     from oomdoctor.forecast import dry_run
-    from oomdoctor.forecast.ledger import CELL
+    from oomdoctor.forecast.live_storages import CELL
 
     dry_run.warm_up()
     failure = _Full("the cell is at its peak")
@@ -293,7 +293,7 @@ def _followed(session: Session, collect: Collect, level: int, card: Device | Non
 
 def _fail_at(level: int, failure: _Full) -> None:
     """Raise ``failure`` from now on, and for the rest of this process, in a cell that comes to hold so many bytes."""
-    from oomdoctor.forecast.ledger import Ledger
+    from oomdoctor.forecast.live_storages import Ledger
 
     hold = Ledger.hold
 

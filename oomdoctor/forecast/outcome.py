@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
 from oomdoctor.allocator.settings import SMALL_BUFFER
+from oomdoctor.forecast.dry_run_result import BASIS, ON_CARD, Reading, Settings
 from oomdoctor.forecast.growth import Growth
-from oomdoctor.forecast.reading import BASIS, ON_CARD, Reading, Settings
 from oomdoctor.forecast.values import unbounded, uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from oomdoctor.allocator.settings import AllocatorSettings
     from oomdoctor.forecast.cost import Meter
-    from oomdoctor.forecast.ledger import Layout, Ledger, Note
+    from oomdoctor.forecast.live_storages import Layout, Ledger, Note
     from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.sandbox.card import Card

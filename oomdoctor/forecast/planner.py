@@ -16,15 +16,15 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.combinations import Combinations
 from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, taken_at_its_word
-from oomdoctor.forecast.ledger import allocator_settings
-from oomdoctor.forecast.reading import Reading, late
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.forecast.dry_run_result import Reading, late
+from oomdoctor.forecast.live_storages import allocator_settings
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect, Fix
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.dry_runs import DryRuns

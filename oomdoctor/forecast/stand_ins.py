@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.tracker import raw_data
 from oomdoctor.model.memory import Role
-from oomdoctor.sandbox.walls import keep_to_itself
+from oomdoctor.sandbox.restrictions import keep_to_itself
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.loop_model import LoopModel

@@ -32,7 +32,7 @@ from oomdoctor.program.code_names import asserts_at
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from oomdoctor.forecast.ledger import Ledger, Note
+    from oomdoctor.forecast.live_storages import Ledger, Note
 
 Handler: TypeAlias = "Callable[[Any, Any, Any], Any]"
 """Runs an operation on fake tensors: ``(func, args, kwargs)``."""

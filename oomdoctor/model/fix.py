@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from oomdoctor.model.session import shown_path
 
 if TYPE_CHECKING:
-    from oomdoctor.model.absence import Refused
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.memory import Role
     from oomdoctor.model.session import Cells, Session
     from oomdoctor.model.site import Site
+    from oomdoctor.model.unavailable import Refused
 
 Value: TypeAlias = int | float | str | bool
 Detect: TypeAlias = "Callable[[Any, Any], tuple[Site, ...]]"

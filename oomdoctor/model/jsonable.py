@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.fix import Dose
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case, Finding

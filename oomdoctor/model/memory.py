@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.unavailable import Unavailable
 
 Measured: TypeAlias = int | Unavailable
 """Bytes (or a count) that a collector read, or why it could not."""

@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.model import jsonable
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 if TYPE_CHECKING:
     from oomdoctor.model.session import Cell

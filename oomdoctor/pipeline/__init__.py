@@ -24,9 +24,9 @@ from oomdoctor.pipeline.failure import refused as refused
 from oomdoctor.pipeline.failure import simulated as simulated
 from oomdoctor.pipeline.failure import unpriced as unpriced
 from oomdoctor.pipeline.healing import heal as heal
-from oomdoctor.pipeline.telling import check_snapshot as check_snapshot
-from oomdoctor.pipeline.telling import explain as explain
-from oomdoctor.pipeline.telling import foresee as foresee
-from oomdoctor.pipeline.telling import report as report
-from oomdoctor.pipeline.telling import rulebook as rulebook
-from oomdoctor.pipeline.telling import snapshot as snapshot
+from oomdoctor.pipeline.reports import check_snapshot as check_snapshot
+from oomdoctor.pipeline.reports import explain as explain
+from oomdoctor.pipeline.reports import foresee as foresee
+from oomdoctor.pipeline.reports import report as report
+from oomdoctor.pipeline.reports import rulebook as rulebook
+from oomdoctor.pipeline.reports import snapshot as snapshot

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Final
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Cause
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Choice
 
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.plan import Forecast, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.objects.named import find, other_names, own_modules
 from oomdoctor.program.modules import with_modules
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.planning import Planning
+    from oomdoctor.forecast.ranking import Planning
     from oomdoctor.retry import Transaction
     from oomdoctor.rulebook import RuleBook
 
@@ -42,7 +42,7 @@ def observe(
         open_on: makes the session for the device that ran out.
         filenames: number of the cell by the file name of its code.
     """
-    from oomdoctor.evidence.moment import collect
+    from oomdoctor.evidence.collect import collect
     from oomdoctor.incident import from_exception
 
     incident = from_exception(exc, filenames)
@@ -64,7 +64,7 @@ def observe(
 
 def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Case:
     """Return the case of a failure of which its message is all that is known, and ``why`` it is not run again."""
-    from oomdoctor.evidence.moment import unlooked
+    from oomdoctor.evidence.collect import unlooked
     from oomdoctor.incident import from_exception
 
     incident, evidence = from_exception(exc, filenames), unlooked()
@@ -196,7 +196,7 @@ def planning(
         unforecast: why there is no dry run, where there is no time for any.
         without: ids of fixes that are left out.
     """
-    from oomdoctor.forecast.planning import Planning
+    from oomdoctor.forecast.ranking import Planning
 
     if transaction is None:
         time_budget_s, unforecast = 0.0, "what cannot be run again has no dry run"

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.plan import Candidate, Trial
 from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
 from oomdoctor.pipeline.candidates import (
     admitted,
@@ -31,7 +31,7 @@ from oomdoctor.pipeline.candidates import (
     with_made,
 )
 from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
-from oomdoctor.pipeline.telling import rulebook
+from oomdoctor.pipeline.reports import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
 from oomdoctor.retry.heal import Run

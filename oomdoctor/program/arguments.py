@@ -9,15 +9,15 @@ from typing import Final, NamedTuple
 
 import libcst as cst
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, assigned
+from oomdoctor.program.earlier_cells import node_of
 from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, own_nodes, target_names
-from oomdoctor.program.replay import node_of
 
 _SEVERAL: Final = (cst.Tuple, cst.List, cst.Dict, cst.DictComp, cst.ListComp, cst.GeneratorExp, cst.Set)
 _ON_HOST: Final = (".cpu()", ".item()", ".tolist()", ".numpy()")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.magics import Loop
 from oomdoctor.program.names import call_name, names_in, own_nodes, parameters_of, root_of, target_names, uses
 
@@ -66,8 +66,8 @@ class Flow:
     """
 
     makes: Callable[[ast.Call], bool] = lambda _: False
-    stops: Callable[[ast.Call], bool] = words.cuts_graph
-    drops: Collection[str] = words.PLAIN_ATTRIBUTES
+    stops: Callable[[ast.Call], bool] = torch_functions.cuts_graph
+    drops: Collection[str] = torch_functions.PLAIN_ATTRIBUTES
     of_graphs: bool = True
     adds: Callable[[ast.AST], set[str]] = lambda _: set()
 
@@ -85,8 +85,12 @@ class Flow:
             case ast.Attribute(attr="grad") if self.of_graphs:
                 return False
             case ast.Attribute(value=base, attr=attr):
-                return attr not in self.drops and not (attr == "indices" and words.has_index(base)) and within(base)
-            case ast.Subscript(value=base, slice=ast.Constant(value=1)) if words.has_index(base):
+                return (
+                    attr not in self.drops
+                    and not (attr == "indices" and torch_functions.has_index(base))
+                    and within(base)
+                )
+            case ast.Subscript(value=base, slice=ast.Constant(value=1)) if torch_functions.has_index(base):
                 return False
             case ast.Subscript(value=base):
                 return within(base)
@@ -218,12 +222,12 @@ class Way:
             if item.optional_vars is not None and self._has(item.context_expr, names):
                 names = names | set(names_set(item.optional_vars))
             called = call_name(item.context_expr).rpartition(".")[2]
-            off = (self._gradless or called in words.GRADLESS) and called not in words.GRADFUL
+            off = (self._gradless or called in torch_functions.GRADLESS) and called not in torch_functions.GRADFUL
             self._gradless = off and self.flow.of_graphs
         after = self._block(node.body, names)
         self._gradless = outside
         heads = {call_name(item.context_expr).rpartition(".")[2] for item in node.items}
-        return after if heads <= words.LETS_ERRORS_THROUGH else after | self.ever
+        return after if heads <= torch_functions.LETS_ERRORS_THROUGH else after | self.ever
 
     def _try(self, node: ast.Try | ast.TryStar, names: set[str]) -> set[str]:
         after = self._block(node.orelse, self._block(node.body, names))
@@ -254,7 +258,7 @@ def _taken_apart(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, 
     elif len(parts) == len(values):
         for part, one in zip(parts, values, strict=True):
             yield from _taken_apart(part, one)
-    elif len(parts) == 2 and words.has_index(value):
+    elif len(parts) == 2 and torch_functions.has_index(value):
         yield parts[0], value
         yield parts[1], _NOTHING
     else:
@@ -296,7 +300,7 @@ def bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
 
 
 def _is_filling(method: str) -> bool:
-    return method in words.FILLS or words.is_in_place(method)
+    return method in torch_functions.FILLS or torch_functions.is_in_place(method)
 
 
 def names_set(target: ast.expr) -> Iterator[str]:
@@ -310,7 +314,7 @@ def names_set(target: ast.expr) -> Iterator[str]:
 def stored_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield the attributes and items that a node sets and the containers that it fills, with what goes there."""
     match node:
-        case ast.Call(func=ast.Attribute(value=base, attr=method)) if method in words.FILLS:
+        case ast.Call(func=ast.Attribute(value=base, attr=method)) if method in torch_functions.FILLS:
             yield from ((base, value) for value in (*node.args, *(keyword.value for keyword in node.keywords)))
         case ast.AugAssign(target=ast.Subscript() | ast.Attribute() as written, value=value):
             yield written, value

@@ -16,7 +16,7 @@ from typing import Final
 
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.magics import Definition, Function, Loop, MaskedCell, mask, tree_of
 from oomdoctor.program.names import arguments_of, blocks_of, bound_by, call_name, imported, imports_in, own_nodes
 
@@ -53,7 +53,7 @@ class Scope:
     def disables_grad(self) -> bool:
         """Whether a decorator runs all of it without autograd."""
         return self.function is not None and any(
-            call_name(node).rpartition(".")[2] in words.GRADLESS for node in self.function.decorator_list
+            call_name(node).rpartition(".")[2] in torch_functions.GRADLESS for node in self.function.decorator_list
         )
 
 
@@ -184,7 +184,7 @@ def bound_in_other_loops(source: str, known: Collection[str]) -> frozenset[str]:
 
 def is_gradless(item: ast.withitem) -> bool:
     """Whether a ``with`` of this runs without autograd."""
-    return call_name(item.context_expr).rpartition(".")[2] in words.GRADLESS
+    return call_name(item.context_expr).rpartition(".")[2] in torch_functions.GRADLESS
 
 
 def with_gradients(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import Flow, Way, assigned, names_set, stored_in
 from oomdoctor.program.definitions import Program, Scope, with_gradients
 from oomdoctor.program.names import free_names, names_in, own_nodes, parameters_of, read_first, root_of, stored
@@ -69,7 +69,7 @@ class ModelCalls:
                 continue
             if (path := self.path(scope, node)) is not None:
                 yield scope, path
-            elif depth and (called := self._program.function(words.last_name(node))) is not None:
+            elif depth and (called := self._program.function(torch_functions.last_name(node))) is not None:
                 yield called, None
                 if gradless or not called.disables_grad:
                     yield from self.below(called, called.body, depth - 1, gradless=gradless)
@@ -89,7 +89,7 @@ def runs_model(program: Program, kinds: Mapping[str, str]) -> bool:
 
 
 def _stops(call: ast.Call) -> bool:
-    return words.cuts_graph(call) or words.last_name(call) in _CLOCKS
+    return torch_functions.cuts_graph(call) or torch_functions.last_name(call) in _CLOCKS
 
 
 _PLAIN: Final = Flow(stops=_stops)
@@ -120,7 +120,7 @@ class Graphs:
         inside = set(map(id, with_gradients(within)))
 
         def makes(call: ast.Call) -> bool:
-            known = self.models.path(scope, call) is not None or words.last_name(call) in self._giving
+            known = self.models.path(scope, call) is not None or torch_functions.last_name(call) in self._giving
             return known and id(call) in inside
 
         return Flow(makes=makes, stops=_stops).through(scope.body)
@@ -136,7 +136,12 @@ class Graphs:
         found: list[Scope] = []
         waiting = list(body)
         while waiting:
-            calls = {words.last_name(node) for part in waiting for node in ast.walk(part) if isinstance(node, ast.Call)}
+            calls = {
+                torch_functions.last_name(node)
+                for part in waiting
+                for node in ast.walk(part)
+                if isinstance(node, ast.Call)
+            }
             more = [one for one in self._program.scopes if one.tail and one.tail in calls and one not in found]
             found += more
             waiting = [node for scope in more for node in scope.body]
@@ -209,10 +214,10 @@ class Graphs:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 return bool(names_in(node) & names) and self.takes_gradient([node])
             case ast.Attribute(value=base, attr=attr):
-                return attr in words.ASKS_GRADIENT and way.flow.carries(base, names)
+                return attr in torch_functions.ASKS_GRADIENT and way.flow.carries(base, names)
             case ast.Call():
                 parts = [*node.args, *(keyword.value for keyword in node.keywords)]
-                if words.last_name(node) in words.WANTS_GRADIENT | _STEPS:
+                if torch_functions.last_name(node) in torch_functions.WANTS_GRADIENT | _STEPS:
                     parts += [node.func.value] if isinstance(node.func, ast.Attribute) else []
                 elif not self.takes_gradient([node]):
                     return False
@@ -235,11 +240,11 @@ def graphs_of(program: Program, kinds: Mapping[str, str], *, by_parts: bool = Fa
 def _is_marked(node: ast.AST) -> bool:
     """Whether a node takes a gradient, or is what is written where one is taken."""
     if isinstance(node, ast.Attribute):
-        return node.attr in words.ASKS_GRADIENT
+        return node.attr in torch_functions.ASKS_GRADIENT
     if not isinstance(node, ast.Call):
         return False
-    name, is_method = words.last_name(node), isinstance(node.func, ast.Attribute)
-    named = name in words.WANTS_GRADIENT or name in (_STEPS - {"adapt"} if is_method else _BY_TEXT)
+    name, is_method = torch_functions.last_name(node), isinstance(node.func, ast.Attribute)
+    named = name in torch_functions.WANTS_GRADIENT or name in (_STEPS - {"adapt"} if is_method else _BY_TEXT)
     return named or _SAID.search(ast.unparse(node.func)) is not None or any(map(_wants_gradient, node.keywords))
 
 

@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope, Statement, site, statements, with_gradients
+from oomdoctor.program.dependencies import Ground
 from oomdoctor.program.gradients import Graphs, graphs_of
-from oomdoctor.program.ground import Ground
 from oomdoctor.program.magics import Definition, Loop
 from oomdoctor.program.names import blocks_of, call_name, names_in, own_nodes, root_of
 from oomdoctor.program.training_loops import called_like_a_model
@@ -28,8 +28,8 @@ from oomdoctor.program.training_loops import called_like_a_model
 _FILLING: Final = frozenset({"append", "appendleft", "add"})
 _JUDGES: Final = re.compile(r"loss|criterion|entropy|mse|nll|accura|metric|score|correct", re.IGNORECASE)
 _HOOK: Final = re.compile(r"^register_(module_)?(full_)?(forward|backward)(_pre)?_hook$")
-_OFF_DEVICE: Final = (words.SMALL - words.INDEXED) | {"shape"}
-_NO_OUTPUTS: Final = (words.PLAIN_ATTRIBUTES - {"data"}) | {"loss"}
+_OFF_DEVICE: Final = (torch_functions.SMALL - torch_functions.INDEXED) | {"shape"}
+_NO_OUTPUTS: Final = (torch_functions.PLAIN_ATTRIBUTES - {"data"}) | {"loss"}
 _OWNING: Final = frozenset({"generate", "forward", "predict"})
 """Methods of a model that give its outputs."""
 
@@ -108,9 +108,9 @@ def _outputs(program: Program, scope: Scope, kinds: Mapping[str, str], depth: in
 
 def _is_small(call: ast.Call) -> bool:
     """Whether what a call gives is no output any more: it is made small, taken to the host, or judged."""
-    name = words.last_name(call)
-    plain = isinstance(call.func, ast.Name) and name in words.PLAIN_FUNCTIONS
-    return plain or name in words.SMALL or _JUDGES.search(name) is not None
+    name = torch_functions.last_name(call)
+    plain = isinstance(call.func, ast.Name) and name in torch_functions.PLAIN_FUNCTIONS
+    return plain or name in torch_functions.SMALL or _JUDGES.search(name) is not None
 
 
 def _returns_output(called: Scope, flow: Flow) -> bool:
@@ -131,14 +131,14 @@ def _collected(node: ast.stmt) -> tuple[str, ast.expr] | None:
     """Return the collection, by its first name, and what is put into it."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=base, attr=method), args=[*_, value])) if (
-            method in words.GATHERS
+            method in torch_functions.GATHERS
         ):
             return root_of(base), value
         case ast.AugAssign(target=target, op=ast.Add(), value=ast.List() as value):
             return root_of(target), value
         case ast.Assign(targets=[target, *_], value=ast.Call(args=[ast.Tuple() | ast.List() as joined, *_]) as call):
             others = [part for part in joined.elts if ast.unparse(part) != ast.unparse(target)]
-            if words.last_name(call) in words.JOINS and len(others) < len(joined.elts):
+            if torch_functions.last_name(call) in torch_functions.JOINS and len(others) < len(joined.elts):
                 return ast.unparse(target), ast.Tuple(elts=others, ctx=ast.Load())
         case ast.Assign(targets=[ast.Subscript(slice=at) as stored, *_], value=value) if not isinstance(
             at, ast.Constant
@@ -172,7 +172,7 @@ def hooks(program: Program, ground: Ground) -> str | None:
     Only hooks whose function stands in a cell are judged, by its text; whether one was removed since is not seen.
     """
     calls = ((scope, node) for scope in ground.basis for node in own_nodes(scope.body) if isinstance(node, ast.Call))
-    registering = (one for one in calls if one[1].args and _HOOK.match(words.last_name(one[1])))
+    registering = (one for one in calls if one[1].args and _HOOK.match(torch_functions.last_name(one[1])))
     return next(
         (str(site("hook", scope, call)) for scope, call in registering if _is_keeping(program, call.args[0])), None
     )
@@ -196,7 +196,9 @@ def _adds(body: list[ast.stmt], given: set[str]) -> bool:
     way = Flow(stops=_is_small, drops=_NO_OUTPUTS, of_graphs=False).through(body, given)
     for met, _ in way.met:
         match met:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method), args=[*_, value])) if method in words.GATHERS:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method), args=[*_, value])) if (
+                method in torch_functions.GATHERS
+            ):
                 is_kept = True
             case ast.Assign(targets=[ast.Subscript() | ast.Attribute(), *_], value=value):
                 is_kept = "detach" not in ast.unparse(value)
@@ -271,7 +273,7 @@ class _Search:
 
     def _called(self, body: Iterable[ast.AST]) -> list[Scope]:
         """Return the functions of the cells that ``body`` calls by name with gradients on."""
-        names = [words.last_name(node) for node in with_gradients(body) if isinstance(node, ast.Call)]
+        names = [torch_functions.last_name(node) for node in with_gradients(body) if isinstance(node, ast.Call)]
         return [scope for name in names if (scope := self._program.function(name)) is not None]
 
     def _is_of_module(self, scope: Scope) -> bool:

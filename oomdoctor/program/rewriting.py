@@ -19,11 +19,11 @@ from typing import Final, TypeAlias, TypeVar
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.site import Site
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program.magics import MaskedCell, mask, tree_of
 from oomdoctor.program.modules import MAKING, why_not
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.definitions import Program, Scope
 from oomdoctor.program.magics import Definition, Loop
 from oomdoctor.program.names import call_name, loaded, own_nodes, target_names
@@ -30,7 +30,7 @@ _MODEL: Final = re.compile(
 )
 _DRAWS: Final = re.compile(
     r"^((torch|np|numpy|random)\.|np\.random\.|numpy\.random\.|torch\.distributions\.)?"
-    rf"({'|'.join(sorted(words.DRAWS))}|random|choice|shuffle|uniform|rsample|sample)$"
+    rf"({'|'.join(sorted(torch_functions.DRAWS))}|random|choice|shuffle|uniform|rsample|sample)$"
 )
 
 
@@ -163,7 +163,7 @@ def _nodes_run(program: Program, body: list[ast.stmt], batch: tuple[str, ...]) -
 def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -> Iterator[tuple[str, str]]:
     """Yield ``(event, what it is done to)`` in the order in which the calls run, going into functions called."""
     for call in _calls(body):
-        text, method = ast.unparse(call.func), words.last_name(call)
+        text, method = ast.unparse(call.func), torch_functions.last_name(call)
         event = _event(call, roles)
         own = program.function(method if event and event[0] == "step" else text) if program.is_own(text) else None
         if event is not None and event[0] in {"forward", "step"} and roles.of(text) is None and own is not None:
@@ -222,7 +222,7 @@ def _iterated(scope: Scope, loop: ast.For | ast.AsyncFor) -> ast.expr:
 def _taken(scope: Scope, loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr]:
     """Return the target of a loop and what it takes its items of, without ``enumerate``, ``tqdm`` and the like."""
     target, node = loop.target, _iterated(scope, loop)
-    while isinstance(node, ast.Call) and words.last_name(node) in _WRAPPERS and node.args:
+    while isinstance(node, ast.Call) and torch_functions.last_name(node) in _WRAPPERS and node.args:
         if call_name(node) == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
             target = target.elts[1]
         node = node.args[0]
@@ -234,7 +234,7 @@ def _batch(scope: Scope, loop: Loop) -> tuple[str, ...]:
     if isinstance(loop, ast.While):
         return _drawn(loop.body)
     target, node = _taken(scope, loop)
-    counts = isinstance(node, ast.Call) and words.last_name(node) in {"range", "trange", "count"}
+    counts = isinstance(node, ast.Call) and torch_functions.last_name(node) in {"range", "trange", "count"}
     return _drawn(loop.body) if counts else target_names(target)
 
 
@@ -309,7 +309,9 @@ def _accumulates(loop: Loop, roles: _Roles) -> bool:
                 return True
         if isinstance(node, ast.With) and any("accumulate" in ast.unparse(item.context_expr) for item in node.items):
             return True
-        if isinstance(node, ast.For) and any(words.last_name(call) == "backward" for call in _calls(node.body)):
+        if isinstance(node, ast.For) and any(
+            torch_functions.last_name(call) == "backward" for call in _calls(node.body)
+        ):
             return True
     return False
 

@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.session import Accelerator, Attempt
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.program.modules import importing
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction

@@ -37,7 +37,7 @@ from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.objects.mementos import DEEP, Attributes, Light, Memento, Numbers, Reached
 from oomdoctor.objects.named import is_installed, is_users
 from oomdoctor.program.code_names import EVERYTHING, given_names, last_name, mentioned, names_of, written_names
-from oomdoctor.retry.notes import (
+from oomdoctor.retry.object_state import (
     BOUND,
     DEPTH,
     MOST_OBJECTS,

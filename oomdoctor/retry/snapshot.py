@@ -27,7 +27,7 @@ from oomdoctor.objects.rng import RandomState
 from oomdoctor.program.code_names import last_name, written_names
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.retry.namespace_state import NamespaceState
-from oomdoctor.retry.notes import MOST_OBJECTS
+from oomdoctor.retry.object_state import MOST_OBJECTS
 from oomdoctor.retry.reachable import Reach, held_elsewhere, is_fixed
 from oomdoctor.retry.release import uncollected
 from oomdoctor.retry.settings import REGISTERED, Settings

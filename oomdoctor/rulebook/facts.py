@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Final, TypeVar
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
-from oomdoctor.sandbox import fork, walls
+from oomdoctor.sandbox import fork, restrictions
 
 _HEED_S: Final = 0.5
 """Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
@@ -53,7 +53,7 @@ class Copy:
         is_first = not fork.is_copy()
         self._reader, writer = _pipe()
         try:
-            pid = fork.forked(keep={writer.fileno()}, prepare=walls.raise_limits if is_first else None)
+            pid = fork.forked(keep={writer.fileno()}, prepare=restrictions.raise_limits if is_first else None)
         except BaseException as error:
             self._reader.close()
             writer.close()
@@ -205,7 +205,7 @@ def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, 
     try:
         if is_first:
             os.setpgid(0, 0)
-            walls.wall_off()
+            restrictions.wall_off()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(limit_s) + 1)  # also where the origin is gone
         for message in work():

@@ -24,7 +24,7 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.program.compiled import on_their_lines
 from oomdoctor.retry.release import release, uncollected
-from oomdoctor.shell.borders import Run, left_alone, quietly
+from oomdoctor.shell.background_work import Beside, beside, clear_away, end_since, left_since, threads_at_work
 from oomdoctor.shell.cells import (
     as_cell,
     as_in_the_cell,
@@ -34,9 +34,9 @@ from oomdoctor.shell.cells import (
     runs_apart,
     texts_of,
 )
+from oomdoctor.shell.error_boundary import Run, left_alone, quietly
 from oomdoctor.shell.open_case import OpenCase
 from oomdoctor.shell.showing import Filling, Shown, may_fill_in
-from oomdoctor.shell.stragglers import Beside, beside, clear_away, end_since, left_since, threads_at_work
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension

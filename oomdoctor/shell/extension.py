@@ -3,7 +3,7 @@
     begin: snapshot ─► the cell runs ─► if it ran out of memory: see ``doctor``, as for a retry that was asked for
 
 The cell runs in the shell's own ``run_cell_async``, which this wraps; a retry runs there as well, so that cells which
-await are retried on the loop that they belong to. Each stage stands behind a border (see ``borders``).
+await are retried on the loop that they belong to. Each stage stands behind a border (see ``error_boundary``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from oomdoctor.objects.named import own_modules
 from oomdoctor.program.definitions import read
 from oomdoctor.program.modules import with_modules
 from oomdoctor.program.names import calls_only
-from oomdoctor.program.repetition import unseen_write
+from oomdoctor.program.repeatability import unseen_write
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
-from oomdoctor.shell.borders import (
+from oomdoctor.shell.background_work import beside
+from oomdoctor.shell.cells import cells_until, has_verb, is_own, planned
+from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.doctor import LOADED_LATE, CellRun, Request, answer, answer_outside, heal, ran_in
+from oomdoctor.shell.error_boundary import (
     Borders,
     Run,
     TracebackWatch,
@@ -38,14 +42,10 @@ from oomdoctor.shell.borders import (
     ran_out,
     source_begun_before,
 )
-from oomdoctor.shell.cells import cells_until, has_verb, is_own, planned
-from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.doctor import LOADED_LATE, CellRun, Request, answer, answer_outside, heal, ran_in
+from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.open_case import OpenCase
-from oomdoctor.shell.stragglers import beside
-from oomdoctor.shell.verbs import register, unregister
-from oomdoctor.shell.warming import Warming
+from oomdoctor.shell.warm_up import Warming
 
 if TYPE_CHECKING:
     from oomdoctor.shell.showing import Filling, Shown

@@ -104,8 +104,8 @@ def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_
 
 def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
     """Return why the cell is not to be run, None where it is."""
-    from oomdoctor.forecast.reading import is_of_card
-    from oomdoctor.views.words import about, clean
+    from oomdoctor.forecast.dry_run_result import is_of_card
+    from oomdoctor.views.labels import about, clean
 
     if forecast.peak is None:
         return f"it has no forecast: {clean(forecast.refused or '')}"

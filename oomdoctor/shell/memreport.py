@@ -18,7 +18,7 @@ from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, 
 
 if TYPE_CHECKING:
     from oomdoctor.views.displayed import Report
-    from oomdoctor.views.survey import GrowthRows
+    from oomdoctor.views.memory_report import GrowthRows
 
 
 USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
@@ -95,7 +95,7 @@ class MemReport:
             return pipeline.report(self._shell.user_ns, cells, filenames_of(self._shell, number))
 
     def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
-        from oomdoctor.views.survey import NOTHING_YET, growth_rows
+        from oomdoctor.views.memory_report import NOTHING_YET, growth_rows
 
         if earlier is None:
             return NOTHING_YET

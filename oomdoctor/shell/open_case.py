@@ -15,7 +15,7 @@ from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Session
-from oomdoctor.shell.stragglers import Beside
+from oomdoctor.shell.background_work import Beside
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension

@@ -70,6 +70,6 @@ def put(text: str, path: Path) -> None:
 
 def one_line(text: str | Path | None) -> str:
     """Return what was typed on one line, short, and without characters that a screen would obey."""
-    from oomdoctor.views import words
+    from oomdoctor.views import labels
 
-    return words.clean(str(text), 120)
+    return labels.clean(str(text), 120)

@@ -22,10 +22,10 @@ from typing import Any, Final, TypeVar
 
 from oomdoctor import pipeline
 from oomdoctor.model import baseline
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.program.compiled import compile_python, statement_end
 from oomdoctor.program.names import bound_names
@@ -33,9 +33,9 @@ from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.reserve import large_blocks_apart
-from oomdoctor.shell.borders import Borders, left_alone, mark_told, quietly
+from oomdoctor.shell.background_work import beside, clear_away, end_since, left_since, threads_at_work
 from oomdoctor.shell.config import OomDoctor
-from oomdoctor.shell.stragglers import beside, clear_away, end_since, left_since, threads_at_work
+from oomdoctor.shell.error_boundary import Borders, left_alone, mark_told, quietly
 
 RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
@@ -307,7 +307,7 @@ def _list(source: str, filename: str) -> None:
 @functools.cache
 def _make_ready(config: OomDoctor) -> None:
     """Load what a failure needs while there is memory."""
-    from oomdoctor.shell.warming import steps
+    from oomdoctor.shell.warm_up import steps
 
     for step in steps(config):
         quietly(step)

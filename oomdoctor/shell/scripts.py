@@ -24,13 +24,13 @@ from typing import Any, Final, Literal, TypeVar, overload
 from traitlets import TraitError
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.absence import Refused
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import set_traceback, traceback_of
 from oomdoctor.objects.named import is_users
 from oomdoctor.program.compiled import defines, future_flags, global_names, is_compiled_from
 from oomdoctor.retry.release import empty_frame
-from oomdoctor.shell.borders import is_left_alone, ran_out
 from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.error_boundary import is_left_alone, ran_out
 from oomdoctor.shell.script_watch import RESULT, Part, Watch, apart_from
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -23,13 +23,13 @@ from oomdoctor.errors import NotAvailable, OomDoctorError
 from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate
 from oomdoctor.shell.open_case import why_not_retried
-from oomdoctor.shell.warming import is_watched
+from oomdoctor.shell.warm_up import is_watched
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.planning import Planning
-    from oomdoctor.shell.borders import Borders
+    from oomdoctor.forecast.ranking import Planning
+    from oomdoctor.shell.error_boundary import Borders
     from oomdoctor.shell.extension import Extension
-    from oomdoctor.views.story import Retry
+    from oomdoctor.views.diagnosis import Retry
 
 
 class Shown:
@@ -100,7 +100,7 @@ def _brief(case: Case) -> str:
 
 def retry_of(case: Case) -> Retry:
     """Return what a retry would do now."""
-    from oomdoctor.views.story import Retry
+    from oomdoctor.views.diagnosis import Retry
 
     return Retry(chosen=pipeline.admitted(case, "exact"), why=pipeline.beyond_cure(case) or "")
 

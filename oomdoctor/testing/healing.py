@@ -16,10 +16,10 @@ from oomdoctor import pipeline
 from oomdoctor.allocator.device import cuda_out_of_memory
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import UsageError
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.sizes import GIB, MIB, parse_size
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.retry import Transaction, release
 
 _ROOM_BYTES = 1 << 30

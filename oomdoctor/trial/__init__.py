@@ -5,6 +5,6 @@ are unlike each other; see ``compare``.
 """
 
 from oomdoctor.trial.compare import compare
-from oomdoctor.trial.stage import HostCopies
+from oomdoctor.trial.setup import HostCopies
 
 __all__ = ["HostCopies", "compare"]

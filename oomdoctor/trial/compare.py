@@ -22,11 +22,11 @@ from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.sandbox.copies import answered, one_sentence
 from oomdoctor.sandbox.openmp import keep_one_thread, teams_ended
-from oomdoctor.sandbox.walls import bound_memory, orphan_workers
+from oomdoctor.sandbox.restrictions import bound_memory, orphan_workers
 from oomdoctor.trial.comparison import Comparison
 from oomdoctor.trial.run import End, Terms, run
 from oomdoctor.trial.runs import RUN_S, Runs, Ways, at_once
-from oomdoctor.trial.stage import HostCopies, Stage
+from oomdoctor.trial.setup import HostCopies, Stage
 
 _ROWS: Final = (13, 31, 61, 127, 251)
 """Numbers that no usual number of parts divides: the last part is smaller than the others. Primes: sizes of other

@@ -33,7 +33,7 @@ from oomdoctor.trial.differences import (
 )
 from oomdoctor.trial.run import End, Terms
 from oomdoctor.trial.runs import Runs, Ways
-from oomdoctor.trial.stage import Stage
+from oomdoctor.trial.setup import Stage
 
 _LARGE: Final = 20_000_000
 """Numbers in a model's parameters: a step multiplies by each several times, for every token or place."""

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from oomdoctor.objects.leaves import Leaf, tensor_leaf
 from oomdoctor.objects.rows import batch_size, cut, tensors_in
 from oomdoctor.program.compiled import LoopHooks, install_hooks
-from oomdoctor.sandbox.walls import fetch_here
+from oomdoctor.sandbox.restrictions import fetch_here
 
 _TIMES: Final = 4
 """Times as many optimizer steps as a loop may take end the run: the loop of a library's trainer does not ask."""

@@ -23,9 +23,9 @@ from oomdoctor.program.compiled import HOOK_PREFIX
 from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.primitives import is_short_of_memory
-from oomdoctor.sandbox.walls import forbid
+from oomdoctor.sandbox.restrictions import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.stage import Stage, read_back
+from oomdoctor.trial.setup import Stage, read_back
 
 _LAST: Final = f"{HOOK_PREFIX}last"
 _HOOKS: Final = "how often hooks ran"

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, cast
 from oomdoctor.model.session import Attempt
 from oomdoctor.sandbox.copies import Copy, wait_for
 from oomdoctor.sandbox.fork import processors
-from oomdoctor.sandbox.walls import bound_memory
+from oomdoctor.sandbox.restrictions import bound_memory
 from oomdoctor.trial.run import End, Terms
 
 RUN_S: Final = 40.0

@@ -1,7 +1,7 @@
 """What the user sees: the same facts as text, as HTML and as a panel of controls.
 
-``story``, ``survey``, ``prices`` and ``displayed`` turn values of the model into a document; ``text`` and ``html``
-render it and add nothing.
+``diagnosis``, ``memory_report``, ``prices`` and ``displayed`` turn values of the model into a document; ``text`` and
+``html`` render it and add nothing.
 """
 
 from __future__ import annotations

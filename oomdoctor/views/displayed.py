@@ -1,6 +1,6 @@
 """What the Python functions return: values that show themselves in a notebook and in a terminal.
 
-A report and an explanation are told by ``survey`` and ``story``; the forecast of a cell before it is run is told here.
+``memory_report`` and ``diagnosis`` tell a report and an explanation; the forecast of a cell stands here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from rich.text import Text
 
 from oomdoctor.errors import UsageError
 from oomdoctor.model import jsonable
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.cards import CONTEXT_BYTES
 from oomdoctor.model.case import Finding
 from oomdoctor.model.evidence import Evidence
@@ -25,8 +24,10 @@ from oomdoctor.model.incident import Incident
 from oomdoctor.model.plan import Course, Fit, Forecast, LargestBatch, MemPlan, Plan, Verdict
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import html, words
+from oomdoctor.model.unavailable import Refused, Unavailable
+from oomdoctor.views import html, labels
 from oomdoctor.views.device_card import in_use
+from oomdoctor.views.diagnosis import read
 from oomdoctor.views.document import (
     Bar,
     Diff,
@@ -46,10 +47,9 @@ from oomdoctor.views.document import (
 from oomdoctor.views.growth import Growth, compare
 from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import ceiling
+from oomdoctor.views.memory_report import GrowthRows, focus, growth_rows, survey
 from oomdoctor.views.mime import plain, report_bundle
 from oomdoctor.views.prices import Prices, basis, prices
-from oomdoctor.views.story import read
-from oomdoctor.views.survey import GrowthRows, focus, growth_rows, survey
 
 _numbers: Final = count()
 
@@ -117,7 +117,7 @@ class Report:
         return plain(self.survey())
 
     def __repr__(self) -> str:
-        facts = [(words.device_name(one), in_use(one)) for one in self.evidence.devices if one.name != "cpu"]
+        facts = [(labels.device_name(one), in_use(one)) for one in self.evidence.devices if one.name != "cpu"]
         host = ceiling(self.evidence.host)
         facts.append(("host", None if host is None else (host[0] - host[1], host[0])))
         return f"<Report: {', '.join(_filled(name, whole) for name, whole in facts)}>"
@@ -195,7 +195,7 @@ class Planned:
         return plain(foresight(self.plan, self._names))
 
     def __repr__(self) -> str:
-        peak = "no forecast" if self.forecast.peak is None else words.about(self.forecast.peak)
+        peak = "no forecast" if self.forecast.peak is None else labels.about(self.forecast.peak)
         return f"<Planned: {peak}, {self.plan.here.verdict.value}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -245,9 +245,9 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
     for number, name in (names or {}).items():
         title, change = (text.replace(f"In[{number}]", name) for text in (title, change))
     bar, goes, work = _bar(forecast, course), Timeline.of(course), _work(course)
-    temporaries = tuple(f"{format_size(size)} for {words.clean(name, 120)}" for name, size in course.temporaries)
+    temporaries = tuple(f"{format_size(size)} for {labels.clean(name, 120)}" for name, size in course.temporaries)
     return (
-        Line(words.clean(title), "name"),
+        Line(labels.clean(title), "name"),
         Line(_headline(plan.here), "lead"),
         *_least(plan),
         *apart(None if line is None else Source(f"line {line}", _source_line(plan.cell, line), "peak at ")),
@@ -266,20 +266,20 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
 def _headline(fit: Fit) -> Text:
     """Return in one sentence what the cell needs and whether that fits."""
     forecast, place = fit.forecast, fit.place
-    where = f" on {words.clean(place.name, 60)}"
+    where = f" on {labels.clean(place.name, 60)}"
     if forecast.peak is None:
-        reason = words.clean(forecast.refused or forecast.basis).removesuffix(".")
+        reason = labels.clean(forecast.refused or forecast.basis).removesuffix(".")
         return prose(f"It has no forecast{where}: {reason}.")
     of = "" if forecast.budget is None else f" of {format_size(forecast.budget)}"
-    reserved = "" if forecast.reserved is None else f" ({words.about(forecast.reserved)} reserved)"
-    need = Text(f"It needs {words.about(forecast.peak)}{reserved}{of}{where}")
+    reserved = "" if forecast.reserved is None else f" ({labels.about(forecast.reserved)} reserved)"
+    need = Text(f"It needs {labels.about(forecast.peak)}{reserved}{of}{where}")
     if forecast.budget is not None:
         need.append(": ").append_text(_verdict(fit.verdict))
     return need.append_text(prose(f" ({basis(forecast)})."))
 
 
 def _verdict(verdict: Verdict) -> Text:
-    return Text(words.verdict(verdict), words.TONES[verdict])
+    return Text(labels.verdict(verdict), labels.TONES[verdict])
 
 
 def _least(plan: MemPlan) -> Iterator[Line]:
@@ -288,17 +288,17 @@ def _least(plan: MemPlan) -> Iterator[Line]:
         budget, verdict = plan.here.place.budget, plan.here.verdict
         is_too_large = budget is not None and verdict is Verdict.TOO_LARGE
         told = f" of {format_size(budget or 0)}: {_verdict(verdict)}" if is_too_large else ""
-        yield Line(f"It needs at least {words.about(plan.least.peak)}{told} ({words.clean(plan.least.basis)}).")
+        yield Line(f"It needs at least {labels.about(plan.least.peak)}{told} ({labels.clean(plan.least.basis)}).")
 
 
 def _source_line(cell: Cell, line: int) -> str:
     lines = cell.source.split("\n")
-    return words.clean(lines[line - 1].strip(), 120) if line <= len(lines) else ""
+    return labels.clean(lines[line - 1].strip(), 120) if line <= len(lines) else ""
 
 
 def _bar(forecast: Forecast, course: Course) -> Bar | None:
     """Return what is alive at the peak, and how much of the budget is left; None where that was not seen."""
-    parts = [(role.value, words.ROLES[role], size) for role, size in course.at_peak if size > 0]
+    parts = [(role.value, labels.ROLES[role], size) for role, size in course.at_peak if size > 0]
     used = sum(size for *_, size in parts)
     if not used:
         return None
@@ -316,13 +316,13 @@ def _work(course: Course) -> str:
 def _batch(batch: LargestBatch | Refused) -> str:
     """Return how large a batch may be in one sentence."""
     if isinstance(batch, Refused):
-        return f"The largest batch that fits is not told: {words.clean(batch.reason).removesuffix('.')}."
-    found = f"{basis(batch.forecast)}, {words.count(batch.tried, 'forecast')}"
-    ended = f"; {words.clean(batch.end).removesuffix('.')}" if batch.end else ""
+        return f"The largest batch that fits is not told: {labels.clean(batch.reason).removesuffix('.')}."
+    found = f"{basis(batch.forecast)}, {labels.count(batch.tried, 'forecast')}"
+    ended = f"; {labels.clean(batch.end).removesuffix('.')}" if batch.end else ""
     if batch.size == 0:
-        least = words.count(batch.above or batch.now, "sample")
+        least = labels.count(batch.above or batch.now, "sample")
         return f"No batch was forecast to fit, down to {least} ({found}){ended}."
-    need = words.about(max(batch.forecast.peak or 0, batch.forecast.reserved or 0))
+    need = labels.about(max(batch.forecast.peak or 0, batch.forecast.reserved or 0))
     fits = f"A batch of {batch.size} samples fits with {need}"
     above = "" if batch.above is None else f", one of {batch.above} not for certain"
     return f"{fits}{above}; now it has {batch.now} ({found}){ended}."
@@ -335,9 +335,9 @@ def _card(fit: Fit) -> tuple[Inline, ...]:
     need = None if shown.peak is None else max(shown.peak, shown.reserved or 0)
     share = "" if place.budget is None else f"{format_size(place.budget)} for tensors"
     return (
-        Text(words.clean(place.name, 60), "strong"),
+        Text(labels.clean(place.name, 60), "strong"),
         _verdict(fit.verdict),
-        "" if need is None else f"{'at least ' if shown is not forecast else ''}{words.about(need)}",
+        "" if need is None else f"{'at least ' if shown is not forecast else ''}{labels.about(need)}",
         ", ".join(filter(None, ["" if place.total is None else format_size(place.total), share])),
     )
 
@@ -349,7 +349,7 @@ def _prices(plan: Plan) -> Prices:
     the JSON.
     """
     found, refused = prices(plan).without_commands(), len(plan.refusals)
-    priced = words.count(len(found.fixes), "change")
+    priced = labels.count(len(found.fixes), "change")
     told = f"{priced} priced, {refused} refused; the reasons are in the JSON form."
     return replace(found, unchanged=told, refusals=())
 

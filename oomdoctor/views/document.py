@@ -3,7 +3,7 @@
 All sentences and figures are made where the facts are, so that text and HTML cannot differ: the renderers add nothing
 to a document and leave nothing out of it. What stands inside a line is rich's ``Text``, whose styles are names that
 each renderer knows; a plain string is a sentence in which code stands between backticks. What comes from the user's
-program has gone through ``words.clean``.
+program has gone through ``labels.clean``.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Measured, Role
+from oomdoctor.model.unavailable import Unavailable
 
 _HOST: Final = "cpu"
 _INDEX: Final = re.compile(r"\[\d+(?::\d+)?\]")

@@ -19,7 +19,7 @@ from rich.text import Text
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, HostHolding, HostMemory, Role
 from oomdoctor.model.sizes import MIB, format_size
-from oomdoctor.views import words
+from oomdoctor.views import labels
 from oomdoctor.views.document import Document, Fold, Head, Inline, Line, Table, apart, given
 
 NAMELESS: Final = "("
@@ -275,14 +275,14 @@ def _cells(row: HolderRow) -> tuple[Inline, ...]:
 
 def worth_telling(host: HostMemory, beside: Sequence[HostHolding]) -> list[HostHolding]:
     """Return the names that lead to a part of this process that is worth a line."""
-    rss = words.known(host.rss)
+    rss = labels.known(host.rss)
     return [one for one in beside if rss is not None and one.bytes >= _WORTH_A_LINE * rss]
 
 
 def consists_of(held: HostHolding) -> str:
     """Return what most of a holding is."""
     if held.array_bytes > held.bytes / 2:
-        return words.count(held.arrays, "NumPy array")
+        return labels.count(held.arrays, "NumPy array")
     return "text, bytes and other Python objects" if held.objects > 1 else "one Python object"
 
 
@@ -302,13 +302,13 @@ def holders(
     worth = sum(holding.bytes >= census.found * _WORTH_A_ROW for holding in ranked)
     shown = ranked[: top if top > TOP else min(top, max(worth, _AT_LEAST))]
     rest, left_out = census.found - sum(holding.bytes for holding in shown), len(ranked) - len(shown)
-    smaller = words.count(left_out, "smaller holder") if left_out else "smaller holders"
+    smaller = labels.count(left_out, "smaller holder") if left_out else "smaller holders"
     rows = [*((holding.bytes, _row(holding, census.found, models)) for holding in shown), *others]
     return Holders(
         rows=tuple(row for _, row in sorted(rows, key=lambda sized: -sized[0])),
         more=f"and {smaller}, {format_size(rest)} in all" if left_out or rest >= MIB else None,
         accounted=_accounted(census),
-        notes=tuple(words.clean(note, 600) for note in census.notes),
+        notes=tuple(labels.clean(note, 600) for note in census.notes),
     )
 
 
@@ -319,7 +319,7 @@ def _accounted(census: Census) -> str | None:
         return None
     rest = max(census.allocated - census.found, 0)
     # What has no holder is never rounded away.
-    shown = words.percent(min(ratio, 0.999) if rest else ratio, 1)
+    shown = labels.percent(min(ratio, 0.999) if rest else ratio, 1)
     whole = f"({format_size(census.found)} of {format_size(census.allocated)})"
     unexplained = f"no holder was found for {format_size(rest)}" if rest else "nothing is unexplained"
     return f"Accounted for {shown} of allocated {whole}; {unexplained}."
@@ -329,15 +329,15 @@ def _row(holding: Holding, found: int, models: Sequence[ModelFacts]) -> HolderRo
     return HolderRow(
         size=format_size(holding.bytes),
         share=_share(holding.bytes / found) if found else "",
-        role=words.ROLES[holding.role],
-        path=words.clean(holding.path, 120),
+        role=labels.ROLES[holding.role],
+        path=labels.clean(holding.path, 120),
         detail="".join((*_detail(holding), *_saved(holding, models))).strip(),
-        frees=words.clean(holding.frees, 160) if holding.frees else None,
+        frees=labels.clean(holding.frees, 160) if holding.frees else None,
     )
 
 
 def _row_of_host(held: HostHolding) -> HolderRow:
-    path, size = words.clean(held.path, 120), format_size(held.bytes)
+    path, size = labels.clean(held.path, 120), format_size(held.bytes)
     return HolderRow(size=size, share="", role="no tensor", path=path, detail=consists_of(held), frees=None)
 
 
@@ -347,10 +347,10 @@ def _detail(holding: Holding) -> Iterator[str]:
     own = _own_bytes(holding)
     if holding.count > 1:
         noun = "workspace" if holding.role is Role.WORKSPACE else "tensor"
-        yield words.count(holding.count, WEIGHTS.get(holding.role, noun) if is_joined else noun)
+        yield labels.count(holding.count, WEIGHTS.get(holding.role, noun) if is_joined else noun)
         yield " " if is_joined or holding.bytes == holding.count * (own or 0) else ", largest "
     if holding.dtype:
-        yield words.clean(holding.dtype, 30)
+        yield labels.clean(holding.dtype, 30)
     if not is_joined:
         yield f"{' ' if holding.dtype else ''}[{', '.join(map(str, holding.shape or ()))}]"
     # A mean above what its shape takes can only be if the largest storage is above it.
@@ -363,7 +363,7 @@ def _saved(holding: Holding, models: Sequence[ModelFacts]) -> Iterator[str]:
     parts = saved_within(holding, models) if _GRAPH in holding.path else ()
     if sum(share for _, share in parts) <= _MOST_OF_IT:
         return
-    names = [(words.clean(module, 80), words.percent(share)) for module, share in parts]
+    names = [(labels.clean(module, 80), labels.percent(share)) for module, share in parts]
     if len(names) == 1:
         yield f"; {names[0][1]} of it saved in {names[0][0]}"
     else:
@@ -377,4 +377,4 @@ def _own_bytes(holding: Holding) -> int | None:
 
 
 def _share(ratio: float) -> str:
-    return words.percent(ratio) if ratio >= 0.005 else "<1 %"
+    return labels.percent(ratio) if ratio >= 0.005 else "<1 %"

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, HostProcess, Measured
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import words
+from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.views import labels
 from oomdoctor.views.device_card import Card, Fact, largest_role, roles_of
 from oomdoctor.views.document import Bar
 from oomdoctor.views.holders import TOP, consists_of, holders, worth_telling
@@ -63,7 +63,7 @@ def host_card(
     is_full = top > TOP
     listed = top if is_alone or is_full else min(top, _TENSORS_BESIDE_A_DEVICE)
     is_nearer = tensors is not None and tensors.total != host.total
-    basis = words.clean(tensors.basis) if tensors is not None and is_nearer else ""
+    basis = labels.clean(tensors.basis) if tensors is not None and is_nearer else ""
     return Card(
         headline=_headline(host, census, models, simulated, held),
         title="host memory",
@@ -81,8 +81,8 @@ def host_card(
 
 def ceiling(host: HostMemory) -> tuple[int, int, str] | None:
     """Return ``(total, free, which)`` of the machine's memory, or of the memory cgroup where that leaves less."""
-    total, free = words.known(host.total), words.known(host.available)
-    limit, used = words.known(host.cgroup_limit), words.known(host.cgroup_used)
+    total, free = labels.known(host.total), labels.known(host.available)
+    limit, used = labels.known(host.cgroup_limit), labels.known(host.cgroup_used)
     if limit is not None and used is not None and (free is None or limit - used < free):
         return limit, max(limit - used, 0), " (memory cgroup)"
     return None if total is None or free is None else (total, free, "")
@@ -95,9 +95,9 @@ def host_bar(host: HostMemory) -> Bar | None:
         return None
     total, free, which = whole
     used = total - free
-    own = min(words.known(host.rss) or 0, used)
+    own = min(labels.known(host.rss) or 0, used)
     children = host.children if isinstance(host.children, tuple) else ()
-    theirs = min(sum(words.known(child.uss, child.rss) or 0 for child in children), max(used - own, 0))
+    theirs = min(sum(labels.known(child.uss, child.rss) or 0 for child in children), max(used - own, 0))
     pieces = [
         ("process", "this process", own),
         ("children", "processes that it started", theirs),
@@ -114,7 +114,7 @@ def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> 
         census: who holds which tensors there; there is no bar where they were not searched for, or none was found.
         simulated: bytes of tensors that count for a simulated device and lie in this process.
     """
-    rss = words.known(host.rss)
+    rss = labels.known(host.rss)
     tensors = simulated + (census.found if census is not None else 0)
     if rss is None or not tensors:
         return None
@@ -131,17 +131,17 @@ def _headline(
     if whole is None:
         return "host memory: how much is in use is not known."
     total, free, which = whole
-    rss, children = words.known(host.rss), host.children if isinstance(host.children, tuple) else ()
+    rss, children = labels.known(host.rss), host.children if isinstance(host.children, tuple) else ()
     own = f", {format_size(rss)} of it by this process" if rss is not None else ""
     if (unseen := _unseen(host, census, simulated)) is not None:
         tensors = unseen < (rss or 0)
         what = f"{format_size(unseen)} of that is no tensor" if tensors else "none of that in tensors"
         if held:
-            what += f"; {format_size(held[0].bytes)} is {consists_of(held[0])} in {words.code(held[0].path)}"
+            what += f"; {format_size(held[0].bytes)} is {consists_of(held[0])} in {labels.code(held[0].path)}"
         own += f" ({what})"
-    theirs = sum(words.known(child.uss, child.rss) or 0 for child in children)
+    theirs = sum(labels.known(child.uss, child.rss) or 0 for child in children)
     if theirs:
-        own += f" and {format_size(theirs)} by {words.count(len(children), 'process', 'processes')} that it started"
+        own += f" and {format_size(theirs)} by {labels.count(len(children), 'process', 'processes')} that it started"
     near = [f"{fact.name} ({fact.figure})" for fact, ratio in _limits(host) if ratio >= _NEAR]
     tail = f"{_tensors(census, models, simulated)}{'; near the limit: ' if near else ''}{', '.join(near)}"
     return f"host memory{which}: {format_size(total - free)} of {format_size(total)} in use{own}{tail}."
@@ -153,13 +153,13 @@ def _tensors(census: Census | None, models: Sequence[ModelFacts], simulated: int
     if census is None or not census.found or not census.roles:
         return told
     role, size = max(census.roles, key=lambda item: item[1])
-    what = f"{words.percent(size / census.found)} of it {largest_role(census, role, models)}"
+    what = f"{labels.percent(size / census.found)} of it {largest_role(census, role, models)}"
     return f"{told}; tensors take {format_size(census.found)}, {what}"
 
 
 def _unseen(host: HostMemory, census: Census | None, simulated: int) -> int | None:
     """Return what of this process is no tensor, None where that is the lesser part, or tensors were not searched."""
-    rss = words.known(host.rss)
+    rss = labels.known(host.rss)
     if rss is None or census is None:
         return None
     rest = rss - census.found - simulated
@@ -174,14 +174,14 @@ def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Seq
     if unseen is not None:
         yield Fact(format_size(unseen), "of it no tensor", _NO_TENSOR)
     for one in held:
-        yield Fact(format_size(one.bytes), f"of it in {words.code(one.path)}", consists_of(one))
+        yield Fact(format_size(one.bytes), f"of it in {labels.code(one.path)}", consists_of(one))
     children = host.children if isinstance(host.children, tuple) else ()
     rows = [(child,) for child in children] if most is None else _by_loader(children)
     shown = rows if most is None else rows[:most]
     for row in shown:
         yield _process(row[0]) if len(row) == 1 else _workers(row)
     if rest := [child for row in rows[len(shown) :] for child in row]:
-        name = f"{words.count(len(rest), 'more process', 'more processes')} that it started"
+        name = f"{labels.count(len(rest), 'more process', 'more processes')} that it started"
         yield Fact(format_size(sum(map(_own_bytes, rest))), name, "")
 
 
@@ -196,12 +196,12 @@ def _by_loader(children: Sequence[HostProcess]) -> list[tuple[HostProcess, ...]]
 
 
 def _own_bytes(process: HostProcess) -> int:
-    return words.known(process.uss, process.rss) or 0
+    return labels.known(process.uss, process.rss) or 0
 
 
 def _workers(row: Sequence[HostProcess]) -> Fact:
     """Return the workers of one loader as one fact."""
-    loader = words.clean(row[0].label, 60).partition(" of ")
+    loader = labels.clean(row[0].label, 60).partition(" of ")
     alone, resident = _between([one.uss for one in row]), _between([one.rss for one in row])
     why = [f"{alone} each, its alone (USS)"] if alone else []
     why += [f"{resident} each {_SHARED}"] if resident else []
@@ -221,42 +221,44 @@ def _between(sizes: Sequence[Measured]) -> str:
 
 def _process(process: HostProcess) -> Fact:
     """Return a process that this one started by what would be freed if it ended, or by what is known of it."""
-    rss, uss, pss = (words.known(size) for size in (process.rss, process.uss, process.pss))
+    rss, uss, pss = (labels.known(size) for size in (process.rss, process.uss, process.pss))
     shared = f"{format_size(rss)} {_SHARED}" if rss is not None else ""
     if uss is not None:
         part = f"{format_size(pss)} with its part of it (PSS)" if pss is not None else ""
         why = "; ".join(filter(None, ("its alone (USS)", ", ".join(filter(None, (shared, part))))))
     else:
-        why = _SHARED if rss is not None else words.clean(getattr(process.rss, "reason", ""))
-    size = words.known(process.uss, process.rss)
-    name = f"{words.clean(process.label, 60)} (pid {process.pid})"
+        why = _SHARED if rss is not None else labels.clean(getattr(process.rss, "reason", ""))
+    size = labels.known(process.uss, process.rss)
+    name = f"{labels.clean(process.label, 60)} (pid {process.pid})"
     return Fact("?" if size is None else format_size(size), name, why)
 
 
 def _page_cache(host: HostMemory) -> Iterator[Fact]:
     if isinstance(host.page_cache, int):
-        advice = " ".join(words.clean(sentence, 600) for sentence in page_cache_advice(host))
+        advice = " ".join(labels.clean(sentence, 600) for sentence in page_cache_advice(host))
         yield Fact(format_size(host.page_cache), "page cache", advice)
 
 
 def _troubles(host: HostMemory) -> Iterator[Fact]:
     """Yield what shows that memory was short: kills, swap in use, tasks that waited."""
-    if kills := words.known(host.cgroup_oom_kills):
-        ooms = words.known(host.cgroup_ooms)
-        why = "by the kernel in this memory cgroup" + (f", which ran out {words.count(ooms, 'time')}" if ooms else "")
+    if kills := labels.known(host.cgroup_oom_kills):
+        ooms = labels.known(host.cgroup_ooms)
+        why = "by the kernel in this memory cgroup" + (f", which ran out {labels.count(ooms, 'time')}" if ooms else "")
         yield Fact(str(kills), "killed for lack of memory", why)
-    if swap := words.known(host.swap_used):
-        total = words.known(host.swap_total)
+    if swap := labels.known(host.swap_used):
+        total = labels.known(host.swap_total)
         why = f"of {format_size(total)}; what lies there must be read back from disk" if total else ""
         yield Fact(format_size(swap), "swap in use", why)
     if not isinstance(host.pressure, Unavailable) and host.pressure.some >= 0.01:
-        why = f"of the last 10 s some task waited for memory, {words.percent(host.pressure.full)} of them all tasks did"
-        yield Fact(words.percent(host.pressure.some), "memory pressure", why)
+        why = (
+            f"of the last 10 s some task waited for memory, {labels.percent(host.pressure.full)} of them all tasks did"
+        )
+        yield Fact(labels.percent(host.pressure.some), "memory pressure", why)
 
 
 def _limits(host: HostMemory) -> Iterator[tuple[Fact, float]]:
     """Yield each limit that is set, with how much of it is used, 0 to 1."""
-    shm_total, shm_free = words.known(host.shm_total), words.known(host.shm_free)
+    shm_total, shm_free = labels.known(host.shm_total), labels.known(host.shm_free)
     shm_used = shm_total - shm_free if shm_total is not None and shm_free is not None else None
     counted = _COUNTED.get(str(host.process_limit_name), "this process")
     committed = host.committed if host.overcommit == _STRICT else None
@@ -270,12 +272,12 @@ def _limits(host: HostMemory) -> Iterator[tuple[Fact, float]]:
     )
     for name, used, limit, spelled, why in limits:
         if isinstance(used, int) and isinstance(limit, int) and limit:
-            fact = Fact(words.percent(used / limit), name, f"{spelled(used)} of {spelled(limit)}{why}")
+            fact = Fact(labels.percent(used / limit), name, f"{spelled(used)} of {spelled(limit)}{why}")
             yield fact, used / limit
 
 
 def _cgroup(host: HostMemory) -> str:
-    cannot, can = words.known(host.cgroup_anon), words.known(host.cgroup_reclaimable)
+    cannot, can = labels.known(host.cgroup_anon), labels.known(host.cgroup_reclaimable)
     if cannot is None or can is None:
         return ""
     return f"; {format_size(cannot)} is held by programs, {format_size(can)} is page cache that can be dropped"
@@ -304,7 +306,7 @@ class _Cache(NamedTuple):
 def page_cache_advice(host: HostMemory) -> tuple[str, ...]:
     """Return at most four sentences: whether the page cache is the cause, and what could be done about it."""
     cache = _cache(host)
-    return () if cache is None else tuple(_sentences(cache, has_swap=bool(words.known(host.swap_total))))
+    return () if cache is None else tuple(_sentences(cache, has_swap=bool(labels.known(host.swap_total))))
 
 
 def is_in_question(host: HostMemory) -> bool:
@@ -313,28 +315,28 @@ def is_in_question(host: HostMemory) -> bool:
     That is where a memory cgroup is near its limit, which counts the cache as used, and where most of the memory that
     is not available is cache that the kernel cannot drop. Cache that it can drop is available.
     """
-    limit, used = words.known(host.cgroup_limit), words.known(host.cgroup_used)
+    limit, used = labels.known(host.cgroup_limit), labels.known(host.cgroup_used)
     if limit and used is not None and used >= _NEAR * limit:
         return True
-    total, available, size = words.known(host.total), words.known(host.available), words.known(host.page_cache)
+    total, available, size = labels.known(host.total), labels.known(host.available), labels.known(host.page_cache)
     if total is None or available is None or size is None:
         return False
-    droppable, tmpfs, dirty = (words.known(one) for one in (host.reclaimable, host.tmpfs, host.dirty))
+    droppable, tmpfs, dirty = (labels.known(one) for one in (host.reclaimable, host.tmpfs, host.dirty))
     held = size - droppable if droppable is not None else (tmpfs or 0) + (dirty or 0)
     return held > (total - available) / 2
 
 
 def _cache(host: HostMemory) -> _Cache | None:
-    total = words.known(host.total)
-    limit, used, size = (words.known(value) for value in (host.cgroup_limit, host.cgroup_used, host.cgroup_file))
+    total = labels.known(host.total)
+    limit, used, size = (labels.known(value) for value in (host.cgroup_limit, host.cgroup_used, host.cgroup_file))
     if limit is not None and used is not None and size is not None and (total is None or total > limit):
-        droppable, tmpfs = words.known(host.cgroup_reclaimable), words.known(host.cgroup_tmpfs) or 0
+        droppable, tmpfs = labels.known(host.cgroup_reclaimable), labels.known(host.cgroup_tmpfs) or 0
         unwritten = 0 if droppable is None else max(size - tmpfs - droppable, 0)
         return _Cache(limit, used, size, droppable, tmpfs, unwritten)
-    size, droppable = words.known(host.page_cache), words.known(host.reclaimable)
+    size, droppable = labels.known(host.page_cache), labels.known(host.reclaimable)
     if total is None or size is None:
         return None
-    return _Cache(total, None, size, droppable, words.known(host.tmpfs) or 0, words.known(host.dirty) or 0)
+    return _Cache(total, None, size, droppable, labels.known(host.tmpfs) or 0, labels.known(host.dirty) or 0)
 
 
 def _sentences(cache: _Cache, *, has_swap: bool) -> Iterator[str]:

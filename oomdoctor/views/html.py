@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from oomdoctor.views.document import Document, Inline, prose
-from oomdoctor.views.words import KINDS, TONES
+from oomdoctor.views.labels import KINDS, TONES
 
 _HATCHES: Final = {
     "up": ("45deg", "8px 8px"),

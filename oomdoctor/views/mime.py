@@ -14,15 +14,15 @@ import sys
 from typing import TYPE_CHECKING, Final, TextIO, TypedDict
 
 from oomdoctor.views import html, text
+from oomdoctor.views.diagnosis import tell
 from oomdoctor.views.prices import aftermath
-from oomdoctor.views.story import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from oomdoctor.model.case import Case
+    from oomdoctor.views.diagnosis import Retry
     from oomdoctor.views.document import Document
-    from oomdoctor.views.story import Retry
 
 
 def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None) -> dict[str, str]:

@@ -13,12 +13,12 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
+from oomdoctor.views.diagnosis import Retry
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
 from oomdoctor.views.prices import fix_row, fix_rows
-from oomdoctor.views.story import Retry
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import OutcomeKind, State
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import words
+from oomdoctor.model.unavailable import Refused
+from oomdoctor.views import labels
 from oomdoctor.views.document import Block, Fixes, FixRow, Fold, Gauge, Items, Line, Notice, prose
 
 if TYPE_CHECKING:
@@ -71,19 +71,19 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
         unchanged=_unknown_need(unchanged) if unsized else _need(unchanged),
         fixes=fix_rows(plan),
         unfixed=_unfixed(plan, fits=not unsized),
-        refusals=tuple((words.clean(fix, 120), words.clean(reason)) for fix, reason in plan.refusals),
+        refusals=tuple((labels.clean(fix, 120), labels.clean(reason)) for fix, reason in plan.refusals),
     )
 
 
 def _unknown_need(unchanged: Forecast) -> str:
-    seen = f" ({words.about(unchanged.peak)} was found: {basis(unchanged)})" if unchanged.peak else ""
+    seen = f" ({labels.about(unchanged.peak)} was found: {basis(unchanged)})" if unchanged.peak else ""
     told = f"What this cell needs unchanged is not known: it failed, and the failure gave no size{seen}."
     return _with_reason(told, unchanged)
 
 
 def _lacking(forecast: Forecast) -> str:
     """Return why there is no forecast, or no better one."""
-    return f"No {'better ' if forecast.peak else ''}forecast: {words.clean(forecast.refused or '')}"
+    return f"No {'better ' if forecast.peak else ''}forecast: {labels.clean(forecast.refused or '')}"
 
 
 def _with_reason(told: str, unchanged: Forecast) -> str:
@@ -104,12 +104,12 @@ def _unfixed(plan: Plan, *, fits: bool) -> str | None:
 def _need(unchanged: Forecast) -> str:
     """Return in one sentence what the cell needs without any change."""
     if unchanged.peak is None:
-        reason = words.clean(unchanged.refused or unchanged.basis).removesuffix(".")
+        reason = labels.clean(unchanged.refused or unchanged.basis).removesuffix(".")
         return f"Unchanged, this cell has no forecast: {reason}."
     line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{words.verdict(unchanged.verdict)}{_tensors(unchanged)} ({basis(unchanged)})"
-    need = f"{words.about(_counted(unchanged))} ({_quantity(unchanged)})"
+    verdict = f"{labels.verdict(unchanged.verdict)}{_tensors(unchanged)} ({basis(unchanged)})"
+    need = f"{labels.about(_counted(unchanged))} ({_quantity(unchanged)})"
     return _with_reason(f"Unchanged, this cell needs {need}{budget}{line}: {verdict}.", unchanged)
 
 
@@ -121,22 +121,22 @@ def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
 def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
     """Return one candidate as a row, without commands where it was refuted."""
     forecast, is_offered = candidate.forecast, candidate.refuted is None
-    effect, promise = words.EFFECTS[candidate.effect]
+    effect, promise = labels.EFFECTS[candidate.effect]
     if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and is_offered:
         promise = f"{promise}, to be checked"
     is_written = not isinstance(candidate.patch, Refused)
     is_applied = candidate.effect is not Effect.ADVICE and (is_written or candidate.applies_live)
     return FixRow(
         number=number,
-        title=words.clean(candidate.title),
-        dose=words.clean(candidate.dose.short, 120),
+        title=labels.clean(candidate.title),
+        dose=labels.clean(candidate.dose.short, 120),
         effect=effect,
         promise=promise,
         peak=_peak(forecast, unchanged),
         quantity=f"{_quantity(forecast)}{_tensors(forecast)}" if forecast.peak is not None else "",
         basis=basis(forecast) if forecast.peak is not None else "",
         verdict=forecast.verdict,
-        verdict_text=words.verdict(forecast.verdict),
+        verdict_text=labels.verdict(forecast.verdict),
         slowdown=slowdown(forecast),
         gauge=_gauge(forecast, unchanged),
         apply=f"%oomdoctor fix {number}" if is_offered and is_applied else None,
@@ -146,12 +146,12 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
 
 
 def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
-    notes = [f"Refused when it was tried: {words.clean(candidate.refuted, 600)}"] if candidate.refuted else []
-    notes += [words.clean(candidate.caveat, 600)] if candidate.caveat else []
+    notes = [f"Refused when it was tried: {labels.clean(candidate.refuted, 600)}"] if candidate.refuted else []
+    notes += [labels.clean(candidate.caveat, 600)] if candidate.caveat else []
     if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
         notes.append(_lacking(candidate.forecast))
     if isinstance(candidate.patch, Refused):
-        notes.append(f"No diff: {words.clean(candidate.patch.reason)}")
+        notes.append(f"No diff: {labels.clean(candidate.patch.reason)}")
     return notes
 
 
@@ -173,31 +173,31 @@ def _before(forecast: Forecast, unchanged: Forecast) -> int | None:
 def _peak(forecast: Forecast, unchanged: Forecast) -> str:
     if forecast.peak is None:
         return "no forecast"
-    after, before = words.about(_counted(forecast)), _before(forecast, unchanged)
+    after, before = labels.about(_counted(forecast)), _before(forecast, unchanged)
     if before is None:
         return after
     other = " allocated" if unchanged.reserved is None and forecast.reserved is not None else ""
-    return f"{words.about(before)}{other} → {after}"
+    return f"{labels.about(before)}{other} → {after}"
 
 
 def _tensors(forecast: Forecast) -> str:
     if forecast.reserved is None or forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
-    return f", {words.about(forecast.peak)} in tensors"
+    return f", {labels.about(forecast.peak)} in tensors"
 
 
 def basis(forecast: Forecast) -> str:
     """Return what a forecast was found by, and how far off such forecasts may be."""
-    name = words.clean(forecast.basis, _BASIS)
+    name = labels.clean(forecast.basis, _BASIS)
     if forecast.estimated is not None:
         low, high = forecast.estimated
         return f"{name}; an estimate: of such, 9 in 10 measured peaks are {low:g} to {high:g} times as large"
-    return f"{name}, ± {words.percent(forecast.error_ratio)}" if forecast.error_ratio else name
+    return f"{name}, ± {labels.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
 def slowdown(forecast: Forecast) -> str:
     """Return the forecast time as a multiple of the unchanged cell's."""
-    return "unknown" if forecast.slowdown is None else f"≈ {words.times(forecast.slowdown)}"
+    return "unknown" if forecast.slowdown is None else f"≈ {labels.times(forecast.slowdown)}"
 
 
 def _gauge(forecast: Forecast, unchanged: Forecast) -> Gauge | None:
@@ -232,8 +232,8 @@ def aftermath(case: Case, *, in_notebook: bool = True) -> Notice:
 def _title(case: Case) -> str:
     outcome, cell = case.outcome, case.incident.cell
     what = "The cell" if cell is None or cell.number is None else f"In[{cell.number}]"
-    after = f"after {words.count(outcome.attempts, 'attempt')}"
-    changes = words.count(len(outcome.fixes), "change")
+    after = f"after {labels.count(outcome.attempts, 'attempt')}"
+    changes = labels.count(len(outcome.fixes), "change")
     start = "the state of its start is back" if outcome.state is State.RESTORED else "not all of its start is back"
     return {
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
@@ -252,21 +252,21 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     known = {one.label: (number, one) for number, one in enumerate(case.plan.candidates, 1)}
     used = [known[label] for label in outcome.fixes if label in known]
     forecast = used[0][1].forecast if len(used) == 1 else None
-    facts = [(WHY, words.clean(outcome.why, 600))]
-    facts += [(did, _change(known[one][1]) if one in known else words.code(one, 120)) for one in outcome.fixes]
+    facts = [(WHY, labels.clean(outcome.why, 600))]
+    facts += [(did, _change(known[one][1]) if one in known else labels.code(one, 120)) for one in outcome.fixes]
     if outcome.kind is OutcomeKind.HEALED:
-        facts.append(("Checked", words.clean(outcome.checked, 600)))
-        facts += [("Mind", words.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
+        facts.append(("Checked", labels.clean(outcome.checked, 600)))
+        facts += [("Mind", labels.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
     facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, forecast))]
     if outcome.kind is not OutcomeKind.OFFERED:
-        facts.append(("State", words.STATES[outcome.state]))
+        facts.append(("State", labels.STATES[outcome.state]))
     return facts + _commands(case, used)
 
 
 def _change(candidate: Candidate) -> str:
-    dose = f" ({words.clean(str(candidate.dose), 120)})" if candidate.dose.values else ""
-    effect, promise = words.EFFECTS[candidate.effect]
-    return f"{words.clean(candidate.title)}{dose}; {effect}: {promise}"
+    dose = f" ({labels.clean(str(candidate.dose), 120)})" if candidate.dose.values else ""
+    effect, promise = labels.EFFECTS[candidate.effect]
+    return f"{labels.clean(candidate.title)}{dose}; {effect}: {promise}"
 
 
 def _measured(case: Case, forecast: Forecast | None) -> str:
@@ -275,9 +275,9 @@ def _measured(case: Case, forecast: Forecast | None) -> str:
     parts = []
     if forecast is not None and expected is not None:
         quantity = " in tensors" if forecast.reserved is not None else ""
-        parts.append(f"forecast {words.about(expected)}{quantity} ({basis(forecast)})")
+        parts.append(f"forecast {labels.about(expected)}{quantity} ({basis(forecast)})")
     if measured is not None:
-        means = f" ({words.clean(case.outcome.measure)})" if case.outcome.measure else ""
+        means = f" ({labels.clean(case.outcome.measure)})" if case.outcome.measure else ""
         parts.append(f"measured {format_size(measured)}{means}")
     if expected is not None and measured:
         parts.append(f"forecast {_off(expected, measured)}")
@@ -289,7 +289,7 @@ def _measured(case: Case, forecast: Forecast | None) -> str:
 
 def _off(forecast_bytes: int, measured_bytes: int) -> str:
     off = forecast_bytes / measured_bytes - 1
-    return "met" if abs(off) < 0.0005 else f"{words.percent(abs(off), 1)} too {'high' if off > 0 else 'low'}"
+    return "met" if abs(off) < 0.0005 else f"{labels.percent(abs(off), 1)} too {'high' if off > 0 else 'low'}"
 
 
 def _time(case: Case, forecast: Forecast | None) -> str:
@@ -318,7 +318,7 @@ def _commands(case: Case, used: list[tuple[int, Candidate]]) -> list[tuple[str, 
 
 def _keep(number: int, candidate: Candidate) -> str:
     if isinstance(candidate.patch, Refused):
-        return f"there is no diff: {words.clean(candidate.patch.reason)}"
+        return f"there is no diff: {labels.clean(candidate.patch.reason)}"
     shows = f"`%oomdoctor diff {number}` shows the change to make in your source"
     return f"{shows}, `%oomdoctor fix {number} --insert` puts it into the next cell"
 

@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 from rich.theme import Theme
 
-from oomdoctor.views import words
+from oomdoctor.views import labels
 from oomdoctor.views.document import (
     Bar,
     Block,
@@ -98,7 +98,7 @@ class _Renderer:
 
     def __init__(self, width: int, names: Mapping[int, str]) -> None:
         self._width, self._bar_width = width, min(width, _LONGEST_BAR)
-        self._names = {f"In[{number}]": words.clean(name) for number, name in names.items()}
+        self._names = {f"In[{number}]": labels.clean(name) for number, name in names.items()}
 
     def parts(self, blocks: Iterable[Block]) -> Iterator[RenderableType]:
         """Yield the parts of each block."""
@@ -210,7 +210,7 @@ class _Renderer:
         for row in rows:
             text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
             text.append(f"\n{row.effect}: {row.promise}\n")
-            text.append(row.verdict_text, words.TONES[row.verdict]).append(f": {row.peak}")
+            text.append(row.verdict_text, labels.TONES[row.verdict]).append(f": {row.peak}")
             text.append(f" {row.quantity}, {row.basis}" if row.quantity else "").append(f"; time {row.slowdown}")
             if commands := [command for command in (row.apply, row.diff) if command]:
                 text.append("\n").append("   ".join(commands), "command")
@@ -233,7 +233,7 @@ def draw(bar: Bar, width: int) -> list[Text]:
     cells = _cells([sum(segment.ratio for segment in group) for group in groups], width)
     line = Text()
     for kind, cell_count in zip(kinds, cells, strict=True):
-        line.append(words.KINDS[kind].sign * cell_count, words.KINDS[kind].style)
+        line.append(labels.KINDS[kind].sign * cell_count, labels.KINDS[kind].style)
     beyond = sum(count for count, kind in zip(cells, kinds, strict=True) if kind == "over")
     return [*_heading(bar, beyond, width), line, *flow((_entry(group) for group in groups), width)]
 
@@ -260,7 +260,7 @@ def _kind(group: Sequence[Segment]) -> str:
 
 def _entry(group: Sequence[Segment]) -> Text:
     """Return a fill with what it stands for."""
-    kind = words.KINDS[_kind(group)]
+    kind = labels.KINDS[_kind(group)]
     named = ", ".join(f"{segment.label} {segment.size}" for segment in group)
     return Text.assemble((kind.sign, kind.style), f" {'other: ' if len(group) > 1 else ''}{named}")
 

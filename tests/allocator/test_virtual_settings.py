@@ -11,8 +11,8 @@ import torch
 from oomdoctor.allocator.settings import VARIABLES
 from oomdoctor.allocator.virtual import active, simulate, switch_off, switch_on
 from oomdoctor.errors import UsageError
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import MIB
+from oomdoctor.model.unavailable import Unavailable
 
 sys.path.append(str(Path(__file__).parents[1] / "forecast"))
 

@@ -15,12 +15,12 @@ import torch
 from hostile_objects import armed
 
 import oomdoctor
-from oomdoctor.evidence import moment
+from oomdoctor.evidence import collect
 from oomdoctor.model.sizes import MIB
 
 
 def _found(**names: Any) -> dict[str, int]:
-    return {one.path: one.bytes for one in moment.largest(names.items())}
+    return {one.path: one.bytes for one in collect.largest(names.items())}
 
 
 def _about(size: int) -> Any:
@@ -29,7 +29,7 @@ def _about(size: int) -> Any:
 
 def test_a_list_of_arrays_is_found_by_its_name() -> None:
     images = [np.ones((64, 1024), dtype=np.float32) for _ in range(20)]
-    (found,) = moment.largest([("images", images), ("labels", np.arange(20))])
+    (found,) = collect.largest([("images", images), ("labels", np.arange(20))])
     assert (found.path, found.arrays) == ("images", 20)
     assert found.array_bytes == sum(one.nbytes for one in images)
     assert found.bytes == _about(found.array_bytes)
@@ -55,7 +55,7 @@ def test_arrays_are_found_wherever_they_hang(hold: Any) -> None:
 def test_texts_in_an_array_of_objects_count_for_it_each_once() -> None:
     texts = [f"{number:0100}" for number in range(20_000)]
     column = np.array(texts * 2, dtype=object)
-    (found,) = moment.largest([("column", column[5:])])
+    (found,) = collect.largest([("column", column[5:])])
     assert found.array_bytes == column.nbytes
     assert found.bytes == _about(column.nbytes + sum(map(sys.getsizeof, texts)))
 
@@ -83,7 +83,7 @@ def test_byte_strings_and_texts_count() -> None:
 
 
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moment, "_MOST_OBJECTS", 1000)
+    monkeypatch.setattr(collect, "_MOST_OBJECTS", 1000)
     circle: list[Any] = []
     circle.append(circle)
     numbers = [float(n) for n in range(200_000)]
@@ -96,7 +96,7 @@ def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_asked(make: Any) -> None:
     held = [make()]
     with armed() as calls:
-        moment.largest([("held", held), ("other", {"a": held[0]})])
+        collect.largest([("held", held), ("other", {"a": held[0]})])
     assert calls == []
 
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.evidence import census
-from oomdoctor.evidence.ledger import Ledger
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.evidence.owners import Ledger
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.frames import frames_of, locals_of
 from oomdoctor.objects.named import class_attributes, output_cache, user_names

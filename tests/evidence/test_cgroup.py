@@ -16,7 +16,7 @@ import pytest
 from trees import GIB, MIB, RECLAIMABLE, UNLIMITED, mount, of, plant, v1_group, v2_group
 
 from oomdoctor.evidence import _kernel
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.unavailable import Unavailable
 
 V2 = mount("cgroup2", "/", "/sys/fs/cgroup")
 V1 = mount("cgroup", "/", "/sys/fs/cgroup/memory", "rw,memory")

@@ -10,7 +10,7 @@ import torch
 from observed import facts
 from torch import nn
 
-from oomdoctor.evidence import moment
+from oomdoctor.evidence import collect
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.session import Cell, Cells
 
@@ -696,8 +696,8 @@ def test_a_decorator_of_a_library_turns_gradients_off(decorator, off) -> None:
     generate = decorator()(generate) if decorator is not None else generate
     with pytest.raises(MemoryError) as failed:
         generate()
-    assert moment.is_within_no_grad(failed.value) is off
+    assert collect.is_within_no_grad(failed.value) is off
     with pytest.raises(MemoryError) as guided:
         torch.no_grad()(torch.enable_grad()(generate))()
-    assert moment.is_within_no_grad(guided.value) is off
-    assert moment.is_within_no_grad(None) is False
+    assert collect.is_within_no_grad(guided.value) is off
+    assert collect.is_within_no_grad(None) is False

@@ -17,8 +17,8 @@ import torch
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.evidence import _torch_devices, devices
 from oomdoctor.evidence.host import HostAccelerator
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.testing import FakeGpu, FakeProcess, fake_nvml
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "cuda_two_devices.json").read_text())
@@ -327,7 +327,7 @@ def test_apples_gpu_is_not_asked_before_it_has_begun(monkeypatch):
 EXTENSION = """
 import sys, types, torch
 from oomdoctor.evidence import devices
-from oomdoctor.model.absence import Unavailable
+from oomdoctor.model.unavailable import Unavailable
 begun = []
 module = types.ModuleType("torch.npu")
 module.is_initialized = lambda: bool(begun)

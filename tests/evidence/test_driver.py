@@ -12,8 +12,8 @@ import pynvml
 import pytest
 
 from oomdoctor.evidence import driver
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.testing import FakeGpu, FakeProcess, fake_nvml, recorded_nvml
 from oomdoctor.testing.nvml import _Library
 

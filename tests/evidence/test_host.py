@@ -19,8 +19,8 @@ from trees import GIB, KIB, MEMINFO, MIB, PRESSURE, RECLAIMABLE, mount, of, plan
 
 from oomdoctor.evidence import host
 from oomdoctor.evidence.host import HostAccelerator, binding_limit
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostMemory, Pressure
+from oomdoctor.model.unavailable import Unavailable
 
 MACHINE = {
     "proc/meminfo": MEMINFO,

@@ -19,9 +19,9 @@ import pytest
 from trees import GIB, MEMINFO, MIB, PRESSURE, mount, of, plant, v1_group, v2_group
 
 from oomdoctor.evidence import _kernel, _processes, host
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostMemory, Pressure
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Unavailable
 
 MACHINE = {
     "proc/meminfo": MEMINFO,

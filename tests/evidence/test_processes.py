@@ -17,8 +17,8 @@ import pytest
 from trees import GIB, MIB
 
 from oomdoctor.evidence import _processes
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import HostProcess
+from oomdoctor.model.unavailable import Unavailable
 
 LOADERS = """\
 import json, sys, torch

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.evidence import census
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Role
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.frames import frames_of
 from oomdoctor.objects.named import user_names
 

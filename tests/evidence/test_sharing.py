@@ -9,8 +9,8 @@ import pytest
 
 from oomdoctor.evidence import driver
 from oomdoctor.evidence.driver import shares
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.testing import FakeGpu, FakeProcess, fake_nvml, recorded_nvml
 
 RECORDED = Path(__file__).parent / "recorded"

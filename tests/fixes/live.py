@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
 from oomdoctor.model.session import Cell, Cells, Named, Session
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.kinds import Kind
 
 NONE = Unavailable("not read in this test")

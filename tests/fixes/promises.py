@@ -26,10 +26,10 @@ from traces import Traces, moved, other_form, root_of
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast.attempts import patched
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
 from oomdoctor.model.session import Attempt, Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import Kind, kind_of
 from oomdoctor.trial import compare
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import checkpoint_blocks, micro_batch
-from oomdoctor.fixes._terms import check_short, check_training, refusing
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import check_short, check_training, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 chunked_forward = fixes.get("chunked_forward")
 IN_STEP = replace(live.INCIDENT, framework_frame="torch/optim/adam.py:178 _init_group")

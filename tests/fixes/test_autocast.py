@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from oomdoctor.fixes.autocast import FIX, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, LossFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 BF16, FP16 = Dose.of(dtype="bfloat16"), Dose.of(dtype="float16")
 

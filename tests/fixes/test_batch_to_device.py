@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from oomdoctor.fixes.batch_to_device import FIX, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 NONE = Dose()
 

@@ -12,9 +12,9 @@ import torch
 from test_recompute import Net
 
 from oomdoctor.fixes.checkpoint_blocks import patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import ModuleMemory
+from oomdoctor.model.unavailable import Refused
 
 PARTS = tuple(f"blocks.{at}" for at in range(6))
 MODEL = live.model_facts(blocks=("blocks",), segments=PARTS)

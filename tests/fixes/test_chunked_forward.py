@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _split, get
-from oomdoctor.fixes._split import in_parts
+from oomdoctor.fixes import _batch_split, get
+from oomdoctor.fixes._batch_split import in_parts
 from oomdoctor.fixes.chunks import TOLERANCE
 from oomdoctor.fixes.inference_precision import detect_runs
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions
 
@@ -70,9 +70,9 @@ def test_a_sabotaged_split_is_not_equivalent(monkeypatch) -> None:
     def split(model: Any, x: torch.Tensor) -> torch.Tensor:
         return weighted(in_parts(model, 4), x)
 
-    join, plain = _split.join, live.train(Net, None, None, forward=weighted)
+    join, plain = _batch_split.join, live.train(Net, None, None, forward=weighted)
     assert live.furthest(plain[1], live.train(Net, None, None, forward=split)[1]) < TOLERANCE
-    monkeypatch.setattr(_split, "join", lambda path, parts, rows: join(path, parts[::-1], rows[::-1]))
+    monkeypatch.setattr(_batch_split, "join", lambda path, parts, rows: join(path, parts[::-1], rows[::-1]))
     assert live.furthest(plain[1], live.train(Net, None, None, forward=split)[1]) > TOLERANCE
 
 

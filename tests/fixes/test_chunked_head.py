@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from oomdoctor import chunked_head, chunked_loss
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Patch
+from oomdoctor.model.unavailable import Refused
 
 WORDS, WIDTH = 500, 16
 FIX = get("chunked_loss")

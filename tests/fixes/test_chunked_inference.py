@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import _split, get
-from oomdoctor.fixes._split import in_parts
+from oomdoctor.fixes import _batch_split, get
+from oomdoctor.fixes._batch_split import in_parts
 from oomdoctor.fixes.chunks import TOLERANCE
 from oomdoctor.fixes.inference_precision import detect_runs
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions
 
@@ -121,8 +121,10 @@ def test_needs_less_and_a_large_result_never_exists_twice() -> None:
 
 def test_a_sabotaged_split_is_not_equivalent(monkeypatch) -> None:
     model, x = made(), torch.randn(64, 8)
-    gathered = _split.gathered
-    monkeypatch.setattr(_split, "gathered", lambda path, parts, rows: gathered(path, iter(list(parts)[::-1]), rows))
+    gathered = _batch_split.gathered
+    monkeypatch.setattr(
+        _batch_split, "gathered", lambda path, parts, rows: gathered(path, iter(list(parts)[::-1]), rows)
+    )
     with torch.no_grad():
         split = in_parts(model, 4)(x)
     with torch.no_grad():

@@ -14,11 +14,11 @@ from oomdoctor import chunked_loss
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
 from oomdoctor.fixes.chunks import TOLERANCE
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("chunked_loss")
 patch, propose = FIX.patch, FIX.propose

@@ -7,11 +7,11 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from oomdoctor.fixes import get, leftovers
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes import get, stale_references
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("clear_output_cache")
 patch, propose = FIX.patch, FIX.propose
@@ -98,7 +98,7 @@ def test_a_throwaway_underscore_of_the_failing_cell_is_no_reading(shell) -> None
 
 def test_an_entry_missed_would_keep_it(shell, monkeypatch) -> None:
     _show(shell, "made")
-    monkeypatch.setattr(leftovers, "_LAST", ())
+    monkeypatch.setattr(stale_references, "_LAST", ())
     with FIX.apply(_session(shell), Dose()):
         assert _alive(shell) == [True]
 

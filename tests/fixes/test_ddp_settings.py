@@ -11,11 +11,11 @@ import torch
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("ddp_settings")
 patch, propose = FIX.patch, FIX.propose

@@ -11,10 +11,10 @@ import torch
 from observed import facts
 
 from oomdoctor.fixes.dp_to_ddp import FIX, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Census, Role
+from oomdoctor.model.unavailable import Refused
 
 NONE = Dose()
 

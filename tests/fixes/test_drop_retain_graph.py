@@ -11,11 +11,11 @@ from observed import facts
 from torch import nn
 
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("drop_retain_graph")
 patch, propose = FIX.patch, FIX.propose

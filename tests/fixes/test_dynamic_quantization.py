@@ -11,10 +11,10 @@ from observed import facts
 from torch import nn
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Transaction
 
 FIX = fixes.get("dynamic_quantization")

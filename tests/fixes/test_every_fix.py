@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch
 from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 
 def fix_of(fix_id: str) -> Fix:

@@ -26,9 +26,9 @@ from running import Run, cells_with, fail, finish, plain, session_of
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.fix import Effect, Fix, Patch, Proposal
+from oomdoctor.model.unavailable import Refused
 
 GOLDEN: Final = Path(__file__).parent / "golden"
 ROUNDING: Final = 1e-5

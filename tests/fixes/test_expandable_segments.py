@@ -12,10 +12,10 @@ import torch
 from oomdoctor import fixes
 from oomdoctor.allocator.virtual import simulate
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes import switches
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.fixes import process_settings
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 FIX = fixes.get("expandable_segments")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose
@@ -118,7 +118,7 @@ def test_what_the_allocator_does_not_take_is_said(allocator: Allocator, monkeypa
     allocator.settings = "nonsense:1"
     with pytest.raises(OomDoctorError, match="Unrecognized"), apply(live.session(), DOSE):
         pass
-    monkeypatch.setattr(switches, "_setter", lambda: None)
+    monkeypatch.setattr(process_settings, "_setter", lambda: None)
     allocator.settings = ""
     with pytest.raises(OomDoctorError, match="by PYTORCH_CUDA_ALLOC_CONF"), apply(live.session(), DOSE):
         pass
@@ -143,7 +143,7 @@ def test_an_older_torch_has_the_function_elsewhere(allocator: Allocator, monkeyp
 def test_the_variable_is_the_one_that_this_torch_reads(
     monkeypatch: pytest.MonkeyPatch, installed: str, variable: str
 ) -> None:
-    monkeypatch.setattr(switches, "version", lambda _: installed)
+    monkeypatch.setattr(process_settings, "version", lambda _: installed)
     (proposal,) = propose(INCIDENT, evidence())  # type: ignore[misc]
     assert proposal.dose == Dose.of(variable=variable)
 
@@ -152,7 +152,7 @@ def test_proposal_is_measured_and_advice_where_it_cannot_be_set(monkeypatch: pyt
     (proposal,) = propose(INCIDENT, evidence())  # type: ignore[misc]
     assert (proposal.effect, proposal.saves) == (Effect.EXACT, 900 << 20)
     assert "900 MiB are unused in segments" in proposal.basis
-    monkeypatch.setattr(switches, "_setter", lambda: None)
+    monkeypatch.setattr(process_settings, "_setter", lambda: None)
     (advice,) = propose(INCIDENT, evidence())  # type: ignore[misc]
     assert advice.effect is Effect.ADVICE
     assert advice.caveat == "it holds when the kernel is started again: this torch cannot set it at run time"
@@ -199,7 +199,7 @@ def test_on_the_simulated_device_its_own_allocator_is_set() -> None:
 
 
 def test_other_systems_have_no_such_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switches.sys, "platform", "win32")
+    monkeypatch.setattr(process_settings.sys, "platform", "win32")
     refused = propose(INCIDENT, evidence())
     assert isinstance(refused, Refused)
     assert "Linux" in refused.reason

@@ -11,8 +11,8 @@ from loading import HOST, LOADERS, LOOP, MIB
 
 from oomdoctor import fixes
 from oomdoctor.evidence import host
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 FIX = fixes.get("fewer_workers")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

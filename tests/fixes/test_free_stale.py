@@ -12,11 +12,11 @@ import torch
 from observed import facts
 
 from oomdoctor.fixes.free_stale import FIX, guard, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.named import find
 from oomdoctor.testing import assert_heals
 

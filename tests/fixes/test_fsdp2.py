@@ -13,13 +13,13 @@ from running import session_of
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.fixes import ddp_memory
-from oomdoctor.forecast.planning import make_plan
-from oomdoctor.model.absence import Refused
+from oomdoctor.forecast.ranking import make_plan
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Transaction
 from oomdoctor.views.prices import fix_rows
 

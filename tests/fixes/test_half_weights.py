@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from oomdoctor import fixes
 from oomdoctor.fixes import _forward
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Transaction
 
 FIX = fixes.get("half_weights")

@@ -13,9 +13,9 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 
 SLICES = get("library_slices")
 SETUP = "from pipelines import Pipeline\npipe = Pipeline()\n"

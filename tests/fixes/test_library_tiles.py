@@ -11,9 +11,9 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Effect, Patch
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("library_tiles")
 SETUP, RUN = "pipe = Pipeline()\n", "image = pipe(1)\n"

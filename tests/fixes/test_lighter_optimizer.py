@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("lighter_optimizer")
 patch, propose = FIX.patch, FIX.propose

@@ -14,13 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomdoctor.fixes import _micro_writer
 from oomdoctor.fixes.micro_batch import FIX, TOLERANCE, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.trial import compare
 
 PARTS = Dose.of(parts=4)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family, Incident
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("narrow_dtype")
 patch, propose = FIX.patch, FIX.propose

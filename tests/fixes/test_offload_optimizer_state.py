@@ -16,11 +16,11 @@ from torch.optim import optimizer as optim
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import host_offload
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry.transaction import Transaction
 
 FIX = fixes.get("offload_optimizer_state")

@@ -13,10 +13,10 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import optimizers
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("optimizer_8bit")
 patch, propose = FIX.patch, FIX.propose

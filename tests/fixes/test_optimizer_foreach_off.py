@@ -11,10 +11,10 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes.optimizers import TOLERANCE
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("optimizer_foreach_off")
 patch, propose = FIX.patch, FIX.propose

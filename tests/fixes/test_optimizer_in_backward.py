@@ -19,11 +19,11 @@ from torch.optim.optimizer import (
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import get, gradients
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry.transaction import Transaction
 
 FIX = get("optimizer_in_backward")

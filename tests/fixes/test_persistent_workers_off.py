@@ -7,8 +7,8 @@ import loading
 from loading import HOST, MIB
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("persistent_workers_off")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

@@ -9,10 +9,10 @@ import torch
 from loading import HOST, LOOP, MIB
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("pin_memory_off")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

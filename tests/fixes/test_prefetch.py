@@ -9,9 +9,9 @@ import pytest
 from loading import HOST, LOADERS, LOOP, MIB
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("prefetch")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from oomdoctor.fixes import get
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused, Unavailable
 
 FIX = get("release_cache")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

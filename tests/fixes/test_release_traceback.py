@@ -7,11 +7,11 @@ import live
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from oomdoctor.fixes import get, leftovers
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes import get, stale_references
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 FIX = get("release_traceback")
 patch, propose = FIX.patch, FIX.propose
@@ -28,14 +28,14 @@ work()
 
 @pytest.fixture
 def shell():
-    saved = {name: getattr(sys, name) for name in leftovers._LAST_FAILURE if hasattr(sys, name)}
+    saved = {name: getattr(sys, name) for name in stale_references._LAST_FAILURE if hasattr(sys, name)}
     InteractiveShell.clear_instance()
     made = InteractiveShell.instance()
     made.user_ns["refs"] = []
     yield made
     made.reset(new_session=False)
     InteractiveShell.clear_instance()
-    for name in leftovers._LAST_FAILURE:
+    for name in stale_references._LAST_FAILURE:
         if hasattr(sys, name):
             delattr(sys, name)
     for name, value in saved.items():
@@ -70,7 +70,7 @@ def test_lets_go_of_an_earlier_failure_in_a_real_shell(shell, capsys) -> None:
 
 def test_a_holder_left_out_would_keep_it(shell, monkeypatch) -> None:
     shell.run_cell(EARLIER, store_history=True)
-    monkeypatch.setattr(leftovers, "_forget", lambda session, exc: None)
+    monkeypatch.setattr(stale_references, "_forget", lambda session, exc: None)
     with FIX.apply(_session(shell, shell.execution_count), Dose()):
         assert _alive(shell) == [True]
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomdoctor import fixes, simulate
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("save_on_cpu")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _attention_source, _forward
 from oomdoctor.fixes.sdpa_attention import FIX, TOLERANCE, WRITTEN, guard, patch, propose
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import CellLine
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.unavailable import Refused
 
 HEAD = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("set_to_none")
 guard, patch, propose = FIX.guard, FIX.patch, FIX.propose

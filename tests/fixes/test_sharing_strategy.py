@@ -14,10 +14,10 @@ from loading import LOADERS, LOOP
 
 from oomdoctor import fixes
 from oomdoctor.evidence import host
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Family, Incident
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("sharing_strategy")
 apply, patch, propose = FIX.apply, FIX.patch, FIX.propose

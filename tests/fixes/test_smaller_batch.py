@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from oomdoctor.fixes import catalogue, get
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, State
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.pipeline import admitted
 from oomdoctor.testing import assert_heals
 

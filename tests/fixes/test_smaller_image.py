@@ -12,11 +12,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Holding, Role
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("smaller_image")
 propose, patch = FIX.propose, FIX.patch

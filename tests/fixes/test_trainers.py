@@ -15,11 +15,11 @@ import torch
 
 from oomdoctor import fixes
 from oomdoctor.forecast.attempts import attempt_with
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import OptimizerFacts, TrainerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
 from oomdoctor.model.memory import Holding, Role
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.testing import assert_heals
 
 MODEL = live.model_facts(

@@ -11,12 +11,12 @@ import torch
 
 from oomdoctor import fixes
 from oomdoctor.fixes import ddp_memory
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, ReplicaFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
+from oomdoctor.model.unavailable import Refused
 
 FIX = fixes.get("zero_optimizer")
 patch, propose = FIX.patch, FIX.propose

@@ -31,10 +31,10 @@ from oomdoctor import fixes, pipeline
 from oomdoctor.allocator import virtual
 from oomdoctor.allocator.virtual import VirtualAccelerator, simulate
 from oomdoctor.forecast.attempts import attempt_with
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate, Verdict
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Transaction, release
 from oomdoctor.sandbox.openmp import keep_one_thread
 

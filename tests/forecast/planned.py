@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from forecast_lab import session
 
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
 from oomdoctor.model.session import Session
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.testing.healing import held_already
 
 MIB = 1 << 20

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from oomdoctor import fixes, pipeline
-from oomdoctor.evidence.moment import collect
+from oomdoctor.evidence.collect import collect
 from oomdoctor.forecast import attempts
 from oomdoctor.forecast.attempts import attempt_with_all, composed
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Fix, Patch
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
+from oomdoctor.model.unavailable import Refused
 
 SETUP = """\
 import torch

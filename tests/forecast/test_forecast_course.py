@@ -12,7 +12,7 @@ from torch import nn
 
 from oomdoctor import pipeline
 from oomdoctor.allocator.virtual import simulate
-from oomdoctor.evidence.moment import collect
+from oomdoctor.evidence.collect import collect
 from oomdoctor.forecast import price
 from oomdoctor.model.memory import Role
 from oomdoctor.model.session import Attempt, Cell, Cells

@@ -20,9 +20,9 @@ import pytest
 import torch
 from forecast_lab import TRAIN, forecast, mlp, namespace, nothing, open_descriptors, session, transformer
 
-from oomdoctor.forecast import dry_run, ledger, price, roles
+from oomdoctor.forecast import dry_run, live_storages, price, roles
 from oomdoctor.model.session import Attempt
-from oomdoctor.sandbox import walls
+from oomdoctor.sandbox import restrictions
 
 
 def _digest(ns):
@@ -138,11 +138,11 @@ def test_an_endless_loop_without_training_is_priced_once_it_is_steady(monkeypatc
 def test_a_ledger_in_which_the_time_was_up_frees_nothing_that_it_has_not_counted():
     def events_ended_at(place):
         """Return the events of a storage that is made, resized and freed; the time is up at that line of the ledger."""
-        held, book, lines = torch.ones(4).untyped_storage(), ledger.Ledger(), 0
+        held, book, lines = torch.ones(4).untyped_storage(), live_storages.Ledger(), 0
 
         def up(frame, event, _arg):
             nonlocal lines
-            if frame.f_code.co_filename != ledger.__file__:
+            if frame.f_code.co_filename != live_storages.__file__:
                 return None
             lines += event == "line"
             if event == "line" and lines == place:
@@ -374,7 +374,7 @@ def test_a_forked_copy_that_crashes_at_once_is_an_answer(monkeypatch):
     def crash() -> None:
         os.kill(os.getpid(), signal.SIGTRAP)  # of which faulthandler says nothing
 
-    monkeypatch.setattr(walls, "raise_limits", crash)
+    monkeypatch.setattr(restrictions, "raise_limits", crash)
     assert forecast({}, "pass").refused == "the dry run was ended by SIGTRAP"
 
 

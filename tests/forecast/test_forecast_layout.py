@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from oomdoctor.allocator import virtual
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.forecast import price
-from oomdoctor.forecast.ledger import Layout, Ledger
+from oomdoctor.forecast.live_storages import Layout, Ledger
 from oomdoctor.forecast.loaders import Fetching
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt, Cell, Cells, Session

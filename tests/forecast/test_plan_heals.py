@@ -12,7 +12,7 @@ from planned import CELL, INCIDENT, evidence, program, shrinking
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.allocator.virtual import simulate
-from oomdoctor.forecast.planning import make_plan
+from oomdoctor.forecast.ranking import make_plan
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.plan import Course, Forecast, Verdict

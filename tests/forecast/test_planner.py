@@ -13,15 +13,15 @@ from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import replay
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast import price
+from oomdoctor.forecast.dry_run_result import Reading, no_reading
 from oomdoctor.forecast.growth import Cut, Growth
 from oomdoctor.forecast.planner import Planner
-from oomdoctor.forecast.planning import make_plan
-from oomdoctor.forecast.reading import Reading, no_reading
-from oomdoctor.model.absence import Refused
+from oomdoctor.forecast.ranking import make_plan
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.memory import ModuleMemory
 from oomdoctor.model.plan import Forecast, Verdict
 from oomdoctor.model.session import Attempt
+from oomdoctor.model.unavailable import Refused
 
 
 def grown(events, *cuts):

@@ -14,14 +14,14 @@ from planned import CELL, INCIDENT, MIB, besides, evidence, fix, program, shrink
 
 from oomdoctor.fixes import get
 from oomdoctor.fixes.sdpa_attention import guard
+from oomdoctor.forecast.dry_run_result import Reading
 from oomdoctor.forecast.planner import Planner
-from oomdoctor.forecast.planning import Planning, make_plan
-from oomdoctor.forecast.reading import Reading
-from oomdoctor.model.absence import Refused
+from oomdoctor.forecast.ranking import Planning, make_plan
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Forecast, Verdict
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.pipeline import admitted
 
 

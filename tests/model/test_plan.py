@@ -1,8 +1,8 @@
 """A plan after a retry: what healed the cell stands in it, whatever was refuted on the way."""
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.pipeline.candidates import with_made
 
 

@@ -11,7 +11,7 @@ from observed import facts
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.program.definitions import read
-from oomdoctor.program.ground import ground
+from oomdoctor.program.dependencies import ground
 
 
 def cells(*sources: str) -> Cells:

@@ -15,7 +15,7 @@ import torch
 
 from oomdoctor import fixes
 from oomdoctor.evidence.code import facts
-from oomdoctor.evidence.moment import unlooked
+from oomdoctor.evidence.collect import unlooked
 from oomdoctor.model.fix import Dose, Edit, Patch
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.named import own_modules

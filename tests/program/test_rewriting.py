@@ -5,8 +5,8 @@ import ast
 import libcst as cst
 import pytest
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.magics import mask
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from oomdoctor.program import words
-from oomdoctor.program.words import Result
+from oomdoctor.program import torch_functions
+from oomdoctor.program.torch_functions import Result
 
 SHAPES = ((2, 2), (1,), (4,), (2, 3, 2))
 HOMES = {"Tensor": torch.Tensor, "torch": torch, "functional": functional}
@@ -104,11 +104,11 @@ def asked(home: str) -> list[str]:
 def test_every_method_of_a_tensor_whose_result_has_no_graph_is_known() -> None:
     told = {name: answers("Tensor", name) for name in asked("Tensor")}
     cut = {name for name, (worked, graph, _, _) in told.items() if worked and not graph}
-    assert cut - {"module_load", "new"} <= words.NO_GRAPH
+    assert cut - {"module_load", "new"} <= torch_functions.NO_GRAPH
 
 
 def test_every_function_of_torch_whose_result_of_a_tensor_has_no_graph_is_known() -> None:
-    known = words.NO_GRAPH | {name for name in words.DRAWS if not name.endswith("_")}
+    known = torch_functions.NO_GRAPH | {name for name in torch_functions.DRAWS if not name.endswith("_")}
     told = {name: answers("torch", name) for name in asked("torch") if hasattr(torch.Tensor, name)}
     cut = {name for name, (worked, graph, _, _) in told.items() if worked and not graph}
     assert cut - {"where"} <= known  # it wants a condition first, which has no graph itself
@@ -116,23 +116,23 @@ def test_every_function_of_torch_whose_result_of_a_tensor_has_no_graph_is_known(
 
 @pytest.mark.parametrize("home", HOMES)
 def test_no_name_that_is_said_to_cut_gives_a_graph(home: str) -> None:
-    there = [name for name in words.NO_GRAPH if hasattr(HOMES[home], name)]
+    there = [name for name in torch_functions.NO_GRAPH if hasattr(HOMES[home], name)]
     assert [name for name in there if answers(home, name)[1]] == []
 
 
 def test_names_that_are_said_to_keep_the_graph_keep_it() -> None:
-    keeping = words.names_of(Result.MOVED, Result.CAST, Result.SHAPED, Result.REDUCED)
+    keeping = torch_functions.names_of(Result.MOVED, Result.CAST, Result.SHAPED, Result.REDUCED)
     missing = {"cuda", "xpu", "ipu", "mtia", "pin_memory", "type"}  # need a device, or are asked for a name
     assert [name for name in sorted(keeping - missing) if not answers("Tensor", name)[1]] == []
-    for name in words.JOINS:
+    for name in torch_functions.JOINS:
         assert getattr(torch, name)([leaf((2, 2)), leaf((2, 2))]).requires_grad
 
 
 @pytest.mark.parametrize("result", Result)
 def test_every_word_is_a_name_of_torch(result: Result) -> None:
-    for name in words.names_of(result):
+    for name in torch_functions.names_of(result):
         assert any(hasattr(home, name) for home in HOMES.values()), name
-    for name in words.DRAWS:
+    for name in torch_functions.DRAWS:
         assert any(hasattr(home, name) for home in HOMES.values()), name
 
 
@@ -140,8 +140,8 @@ def test_methods_that_write_in_place() -> None:
     for name in asked("Tensor"):
         worked, _, wrote, _ = answers("Tensor", name)
         if wrote and name != "module_load":
-            assert words.is_in_place(name), name
-        elif worked and words.is_in_place(name):
+            assert torch_functions.is_in_place(name), name
+        elif worked and torch_functions.is_in_place(name):
             assert name in SAME_VERSION, name
 
 
@@ -152,12 +152,12 @@ SAME_VERSION = {"detach_", "transpose_", "t_", "swapaxes_", "swapdims_", "squeez
 @pytest.mark.parametrize("home", HOMES)
 def test_what_draws_random_numbers(home: str) -> None:
     drawing = {name for name in asked(home) if answers(home, name)[3]}
-    assert drawing <= words.DRAWS
+    assert drawing <= torch_functions.DRAWS
 
 
 def test_functions_of_python_whose_result_has_no_graph() -> None:
     x = leaf((1,)) * 1
-    for name in words.PLAIN_FUNCTIONS - {"print", "range", "isinstance", "len", "round"}:
+    for name in torch_functions.PLAIN_FUNCTIONS - {"print", "range", "isinstance", "len", "round"}:
         assert not isinstance(__builtins__[name](x), torch.Tensor)  # type: ignore[index]
     with pytest.raises(TypeError):
         round(x)
@@ -170,8 +170,8 @@ def test_attributes_that_have_no_graph() -> None:
     there = [name for name in dir(x) if not name.startswith(("_", "is_")) and name not in apart]
     values = {name: getattr(x, name) for name in there if not callable(getattr(torch.Tensor, name))}
     plain = {name for name, one in values.items() if not isinstance(one, torch.Tensor) or not one.requires_grad}
-    assert plain <= words.PLAIN_ATTRIBUTES
-    assert not (values.keys() - plain) & words.PLAIN_ATTRIBUTES
+    assert plain <= torch_functions.PLAIN_ATTRIBUTES
+    assert not (values.keys() - plain) & torch_functions.PLAIN_ATTRIBUTES
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_attributes_that_have_no_graph() -> None:
     ],
 )
 def test_calls_that_cut_the_graph(text: str, cuts: bool) -> None:
-    assert words.cuts_graph(ast.parse(text, mode="eval").body) == cuts  # type: ignore[arg-type]
+    assert torch_functions.cuts_graph(ast.parse(text, mode="eval").body) == cuts  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(words.INDEXED))
+@pytest.mark.parametrize("name", sorted(torch_functions.INDEXED))
 def test_pairs_of_values_and_positions(name: str) -> None:
     call = f"x.{name}({'1' if name in {'kthvalue', 'topk'} else '0'})"
     values, positions = eval(call, {"x": leaf((4,)) * 1})
     assert values.requires_grad
     assert not positions.requires_grad
-    assert words.has_index(ast.parse(call, mode="eval").body)
+    assert torch_functions.has_index(ast.parse(call, mode="eval").body)

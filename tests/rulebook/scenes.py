@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 
 from observed import site
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Cause
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, DeviceProcess, Holding, HostMemory, PrivatePool, Role
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 
 NONE = Unavailable("not read here")
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from observed import site
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts, ModelFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Family, Incident
@@ -26,6 +25,7 @@ from oomdoctor.model.memory import (
     Role,
 )
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.rulebook.context import SYMBOLS, Fact, bound, kind_of
 from oomdoctor.rulebook.facts import complete, facts_of
 

@@ -10,9 +10,9 @@ import pytest
 from kernels import Kernel
 
 from oomdoctor.errors import UsageError
+from oomdoctor.shell.magics import VERBS
 from oomdoctor.shell.memreport import _OPTIONS
 from oomdoctor.shell.outputs import PRINTED, put
-from oomdoctor.shell.verbs import VERBS
 
 LONG = "n" * 300
 DIGITS = "9" * 5000

@@ -201,7 +201,7 @@ def test_a_cell_that_awaits_offers_the_command(page: Frontend) -> None:
     assert "Healed" in page.said()
 
 
-PLANNING = "__import__('oomdoctor.forecast.planning').forecast.planning"
+PLANNING = "__import__('oomdoctor.forecast.ranking').forecast.ranking"
 
 
 def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: Frontend, started: Kernel) -> None:

@@ -9,8 +9,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from state_shell import besides, cleared, differing, known, run, seed, started
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import OutcomeKind, State
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.leaves import state_digests
 
 SETUP = """

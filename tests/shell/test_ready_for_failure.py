@@ -111,11 +111,11 @@ def broken(*_: Any, **__: Any) -> Any:
     ("where", "fails"),
     [
         ("oomdoctor.evidence.census.take", failing),
-        ("oomdoctor.evidence.moment.facts", failing),
-        ("oomdoctor.evidence.moment.largest", failing),
+        ("oomdoctor.evidence.collect.facts", failing),
+        ("oomdoctor.evidence.collect.largest", failing),
         ("oomdoctor.evidence.host.read", failing),
-        ("oomdoctor.evidence.moment.collect", failing),
-        ("oomdoctor.forecast.planning.Planning.__init__", failing),
+        ("oomdoctor.evidence.collect.collect", failing),
+        ("oomdoctor.forecast.ranking.Planning.__init__", failing),
         ("oomdoctor.pipeline.failure.diagnose", None),
         ("oomdoctor.views.bundle", failing),
     ],
@@ -124,8 +124,8 @@ def test_what_fails_for_want_of_memory_loses_no_diagnosis(
     shell: InteractiveShell, capsys: Any, where: str, fails: Callable[..., Any] | None
 ) -> None:
     import oomdoctor.evidence.census
-    import oomdoctor.evidence.moment
-    import oomdoctor.forecast.planning
+    import oomdoctor.evidence.collect
+    import oomdoctor.forecast.ranking
     import oomdoctor.views
 
     if fails is None:

@@ -28,7 +28,7 @@ import oomdoctor
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import UsageError
 from oomdoctor.model.case import OutcomeKind
-from oomdoctor.shell import borders, script_watch, scripts
+from oomdoctor.shell import error_boundary, script_watch, scripts
 from oomdoctor.shell.config import OomDoctor
 
 BUDGET, AMPLE = "12MiB", "512MiB"
@@ -690,7 +690,7 @@ def test_nothing_of_ours_is_left_set(load: Any) -> None:
         with pytest.raises(ValueError, match="mine"):
             module.evaluate(module.model, 2, "raise", ValueError("mine"))
     assert hooks() == before
-    assert not borders.is_left_alone()
+    assert not error_boundary.is_left_alone()
 
 
 def test_in_a_notebook_one_of_the_two_acts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ from state_shell import differing, run, seed, started
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.evidence.host import HostAccelerator
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.leaves import state_digests
 
 

@@ -19,9 +19,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from state_shell import besides, cleared, known, run, started
 
 from oomdoctor import fixes
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import OutcomeKind
 from oomdoctor.model.fix import Fix, Patch
+from oomdoctor.model.unavailable import Refused
 
 BUDGET: Final = "24MiB"
 HEAD: Final = """\

@@ -19,9 +19,9 @@ from state_shell import besides, cleared, differing, known, run, said, seed, sta
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.forecast.attempts import attempt_with_all
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind, State
 from oomdoctor.model.fix import Dose, Patch
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.leaves import state_digests
 from oomdoctor.sandbox import primitives
 

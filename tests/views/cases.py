@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Cause, Finding, Outcome, OutcomeKind, State
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.evidence import Evidence
@@ -25,12 +24,13 @@ from oomdoctor.model.memory import (
 )
 from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.pipeline import unpriced
+from oomdoctor.views.diagnosis import read, tell
 from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document
+from oomdoctor.views.memory_report import growth_rows, survey
 from oomdoctor.views.prices import aftermath
-from oomdoctor.views.story import read, tell
-from oomdoctor.views.survey import growth_rows, survey
 
 Kind = TypeVar("Kind")
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from cases import CASES, HOSTILE
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course, Fit, Forecast, LargestBatch, MemPlan, Place
 from oomdoctor.model.session import Cell
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Refused
 
 CELL = Cell(
     number=7,

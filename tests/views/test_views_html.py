@@ -13,9 +13,9 @@ from seen import Seen
 from oomdoctor.model.case import Case
 from oomdoctor.model.memory import Role
 from oomdoctor.views import html
-from oomdoctor.views.story import tell
-from oomdoctor.views.survey import growth_rows
-from oomdoctor.views.words import KINDS
+from oomdoctor.views.diagnosis import tell
+from oomdoctor.views.labels import KINDS
+from oomdoctor.views.memory_report import growth_rows
 
 VIEWS: dict[str, Callable[[Case], str]] = {
     **{name: lambda case, view=view: html.render(view(case)) for name, view in cases.VIEWS.items()},  # type: ignore[misc]

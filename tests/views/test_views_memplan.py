@@ -22,7 +22,7 @@ from oomdoctor.model.fix import Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Verdict
 from oomdoctor.model.sizes import GIB
-from oomdoctor.views import html, text, words
+from oomdoctor.views import html, labels, text
 from oomdoctor.views.displayed import Planned, foresight
 from oomdoctor.views.document import Bar, Items, Line, Source, Timeline
 
@@ -175,7 +175,7 @@ def test_the_object_shows_itself_and_has_the_json_shape() -> None:
 
 
 def test_flops_are_told_in_units_that_are_read() -> None:
-    assert words.about(1) == "≈ 1 B"
+    assert labels.about(1) == "≈ 1 B"
     assert "1.5 GFLOPs" in _work(1.5e9)
     assert "999 GFLOPs" in _work(9.99e11)
     assert "1e+03" not in _work(9.9999e11)

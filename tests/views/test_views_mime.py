@@ -8,7 +8,7 @@ import pytest
 
 from oomdoctor import views
 from oomdoctor.views import html, text
-from oomdoctor.views.survey import survey
+from oomdoctor.views.memory_report import survey
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import cases
 import pytest
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views.host_card import page_cache_advice
 
 FULL = {

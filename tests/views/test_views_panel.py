@@ -9,13 +9,13 @@ import cases
 import ipywidgets
 import pytest
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.views import panel
-from oomdoctor.views.story import Retry
+from oomdoctor.views.diagnosis import Retry
 
 
 class Recorder:

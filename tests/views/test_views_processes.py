@@ -5,11 +5,11 @@ from __future__ import annotations
 import cases
 import pytest
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, HostHolding, HostProcess, Measured
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views.device_card import Fact
-from oomdoctor.views.survey import cards
+from oomdoctor.views.memory_report import cards
 
 FORBIDDEN = Unavailable("this process may not read it")
 

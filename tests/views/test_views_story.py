@@ -6,7 +6,6 @@ import cases
 import pytest
 from cases import CASES, blocks
 
-from oomdoctor.model.absence import Refused, Unavailable
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.fix import Effect
@@ -14,15 +13,16 @@ from oomdoctor.model.incident import CellLine, Family
 from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import GIB
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
+from oomdoctor.views.diagnosis import Retry, headline, missing, next_steps, tell
 from oomdoctor.views.document import Bar, Line, Table, Timeline
 from oomdoctor.views.holders import holders, within
 from oomdoctor.views.host_card import host_bar
+from oomdoctor.views.labels import clean
+from oomdoctor.views.memory_report import cards
 from oomdoctor.views.prices import aftermath, fix_row, fix_rows, prices
-from oomdoctor.views.story import Retry, headline, missing, next_steps, tell
-from oomdoctor.views.survey import cards
-from oomdoctor.views.words import clean
 
 
 def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() -> None:

@@ -11,18 +11,18 @@ import pytest
 from seen import Seen
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import Census, Holding, HostMemory, Role
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import html, text
 from oomdoctor.views.displayed import Report
 from oomdoctor.views.document import Document
 from oomdoctor.views.growth import compare
 from oomdoctor.views.holders import Holders, holders
 from oomdoctor.views.host_card import host_bar, process_bar
-from oomdoctor.views.survey import absences, cards, focus, growth_rows, survey
+from oomdoctor.views.memory_report import absences, cards, focus, growth_rows, survey
 
 
 def _of(found: Evidence, **options: object) -> list[str]:

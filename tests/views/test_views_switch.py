@@ -12,7 +12,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.views.displayed import Report
 from oomdoctor.views.growth import compare
-from oomdoctor.views.survey import growth_rows
+from oomdoctor.views.memory_report import growth_rows
 
 UNCOMPARED = "its tensors and those of the host are not compared"
 

@@ -9,8 +9,8 @@ import pytest
 from cases import healed, simulated
 
 from oomdoctor.views import bundle, notice_bundle, text
+from oomdoctor.views.diagnosis import tell
 from oomdoctor.views.mime import fitted, looks
-from oomdoctor.views.story import tell
 
 SHOWN = {"diagnosis": bundle, "notice": notice_bundle}
 

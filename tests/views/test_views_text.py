@@ -13,10 +13,10 @@ from rich.cells import cell_len
 
 from oomdoctor.model.sizes import GIB
 from oomdoctor.views import text
+from oomdoctor.views.diagnosis import tell
 from oomdoctor.views.document import Bar, Segment
-from oomdoctor.views.story import tell
-from oomdoctor.views.survey import cards
-from oomdoctor.views.words import KINDS
+from oomdoctor.views.labels import KINDS
+from oomdoctor.views.memory_report import cards
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

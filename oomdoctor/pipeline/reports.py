@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from oomdoctor import fixes
 from oomdoctor.errors import Fault, NotAvailable, UsageError
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.plan import MemPlan
 from oomdoctor.model.session import Accelerator, Cell, Cells, Session
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.pipeline.failure import budget_of, open_session, simulated, uncounted
 
@@ -80,7 +80,7 @@ def _left_out(faults: Sequence[Fault]) -> Iterator[str]:
 
 def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Mapping[str, int] | None = None) -> Report:
     """Tell what holds memory now: see ``shell.memreport.report``."""
-    from oomdoctor.evidence.moment import collect
+    from oomdoctor.evidence.collect import collect
     from oomdoctor.views.displayed import Report
 
     path = spelled(namespace).get("__file__")  # of the script or module whose globals these are
@@ -174,12 +174,12 @@ def foresee(
 
 def _foreseen(session: Session, memory: int | None, time_s: float) -> MemPlan:
     from oomdoctor.evidence import devices
-    from oomdoctor.evidence.moment import collect
+    from oomdoctor.evidence.collect import collect
     from oomdoctor.fixes import smaller_inputs
     from oomdoctor.forecast.batch_search import Batches
     from oomdoctor.forecast.memplan import foresee
     from oomdoctor.model.plan import Place
-    from oomdoctor.views.words import device_name, known
+    from oomdoctor.views.labels import device_name, known
 
     def observed(
         session: Session, line: int | None, failure: BaseException | None, filenames: Mapping[str, int]

@@ -20,9 +20,9 @@ from inspect import getattr_static
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.definitions import Program, Scope, short
-from oomdoctor.program.ground import Ground
+from oomdoctor.program.dependencies import Ground
 from oomdoctor.program.magics import Function
 from oomdoctor.program.names import call_name, imported, stored
 
@@ -362,7 +362,7 @@ def _writes_past_autograd(node: ast.AST) -> bool:
     """Whether it writes through ``.data`` or ``.numpy()``, exchanges ``.data`` itself, or calls what changes it."""
     match node:
         case ast.Call(func=ast.Attribute(value=base, attr=name)):
-            return (name in _CHANGING or words.is_in_place(name)) and _leads_past_autograd(base)
+            return (name in _CHANGING or torch_functions.is_in_place(name)) and _leads_past_autograd(base)
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
             parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
             written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")

@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 from rich.text import Text
 
 from oomdoctor.errors import UsageError
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.memory import DeviceMemory, HostMemory
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import words
+from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.views import labels
 from oomdoctor.views.device_card import Card, device_card
 from oomdoctor.views.document import Block, Document, Line, Section, Table, apart, prose
 from oomdoctor.views.growth import Change, DeviceGrowth, compare
@@ -86,7 +86,7 @@ def cards(evidence: Evidence, *, top: int = TOP) -> tuple[Card, ...]:
         models,
         top=top,
         is_alone=not devices,
-        simulated=sum(words.known(device.allocated) or 0 for device in devices if device.simulated),
+        simulated=sum(labels.known(device.allocated) or 0 for device in devices if device.simulated),
         held=evidence.beside_tensors,
     )
     return (*(device_card(device, evidence.census_of(device.name), models, top=top) for device in devices), host)
@@ -128,7 +128,7 @@ def absences(evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ())
     told = {missing.reason for _, missing in absent}
     figures: dict[str, list[str]] = {}
     named: set[str] = set()
-    devices = [(device, words.device_name(device)) for device in evidence.devices if device.name != _HOST]
+    devices = [(device, labels.device_name(device)) for device in evidence.devices if device.name != _HOST]
     whose: list[tuple[DeviceMemory | HostMemory, str]] = [*devices, (evidence.host, "the host")]
     for thing, where, reason in ((thing, where, reason) for memory, where in whose for thing, reason in _of(memory)):
         names = figures.setdefault(_reason(reason), [])
@@ -139,7 +139,7 @@ def absences(evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ())
     lacking: dict[str, list[str]] = {}
     for name, missing in absent:
         is_idle = missing.reason.startswith(_UNUSED)
-        (figures if is_idle else lacking).setdefault(_reason(missing.reason), []).append(words.clean(name, 120))
+        (figures if is_idle else lacking).setdefault(_reason(missing.reason), []).append(labels.clean(name, 120))
     lines = (("Not on this machine", lacking), ("Not known", figures))
     return tuple(f"{title}: {text}." for title, things in lines if (text := _listed(things)))
 
@@ -157,7 +157,7 @@ def _reason(reason: str) -> str:
     """Return ``reason`` without what the name of the missing thing says already, so that equal reasons are one."""
     who, without, _ = reason.partition(_BUILT_WITHOUT)
     short = f"{who}{without}" if without else reason.removeprefix("this machine has ")
-    return words.clean(short).removesuffix(".")
+    return labels.clean(short).removesuffix(".")
 
 
 def _of(memory: DeviceMemory | HostMemory) -> Iterator[tuple[str, str]]:
@@ -227,7 +227,7 @@ def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP,
     models = (*before.code.models, *after.code.models)
     growth = compare(before, after) if top > TOP else compare(_by_model(before, models), _by_model(after, models))
     devices = [device for device in growth.devices if only in (None, device.device)]
-    name = words.clean(growth.switched or "", 40)
+    name = labels.clean(growth.switched or "", 40)
     changed = f"{name} (simulated) was switched on, off or to another size: {_UNCOMPARED}" if growth.switched else ""
     totals = [
         f"{_name(device)} {_signed(device.allocated)} {'in tensors' if device.device == 'cpu' else 'allocated'}"
@@ -240,7 +240,7 @@ def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP,
     return GrowthRows(
         sentence=f"Since {when}: {'; '.join(filter(None, (changed, ', '.join(totals)))) or _NOTHING}.",
         rows=tuple(row for rows, _ in changes for row in rows),
-        more=f"and {words.count(left_out, 'smaller change')}" if left_out else None,
+        more=f"and {labels.count(left_out, 'smaller change')}" if left_out else None,
     )
 
 
@@ -265,11 +265,11 @@ def _rows(device: DeviceGrowth, top: int) -> tuple[list[GrowthRow], int]:
     listed = [change for change in others if change in changes[:top] and abs(change.bytes) >= least]
     rows = []
     for role, size in device.roles:
-        holder = f": {words.code(single[role].path, 120)}{_end(single[role])}" if role in single else ""
-        rows.append(GrowthRow(_signed(size), f"{words.ROLES[role]}{holder}", where))
+        holder = f": {labels.code(single[role].path, 120)}{_end(single[role])}" if role in single else ""
+        rows.append(GrowthRow(_signed(size), f"{labels.ROLES[role]}{holder}", where))
     for change in listed:
-        kind = f" ({words.ROLES[change.role]})" if change.role in WEIGHTS else ""
-        rows.append(GrowthRow(_signed(change.bytes), f"{words.code(change.path, 120)}{kind}{_end(change)}", where))
+        kind = f" ({labels.ROLES[change.role]})" if change.role in WEIGHTS else ""
+        rows.append(GrowthRow(_signed(change.bytes), f"{labels.code(change.path, 120)}{kind}{_end(change)}", where))
     return rows, len(others) - len(listed)
 
 
@@ -278,5 +278,5 @@ def _end(change: Change) -> str:
 
 
 def _name(device: DeviceGrowth) -> str:
-    name = "host memory" if device.device == "cpu" else words.clean(device.device, 40)
+    name = "host memory" if device.device == "cpu" else labels.clean(device.device, 40)
     return f"{name} (simulated)" if device.simulated else name

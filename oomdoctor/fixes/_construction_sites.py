@@ -20,11 +20,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import libcst as cst
 
-from oomdoctor.fixes._terms import Unfit, need, root_of
-from oomdoctor.model.absence import Refused
+from oomdoctor.fixes._preconditions import Unfit, need, root_of
 from oomdoctor.model.code import OptimizerFacts, TrainingLoop
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.dataflow import loop_at

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from oomdoctor.model.session import Standing
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.definitions import Program, Scope, is_gradless
 from oomdoctor.program.magics import Definition, Function, Loop
@@ -237,7 +237,9 @@ def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Ite
         yield from _behind(now.body, line, unbound)
     elif isinstance(now, ast.With):
         yield from _behind(now.body, line, unbound)
-        if not all(call_name(item.context_expr).rpartition(".")[2] in words.LETS_ERRORS_THROUGH for item in now.items):
+        if not all(
+            call_name(item.context_expr).rpartition(".")[2] in torch_functions.LETS_ERRORS_THROUGH for item in now.items
+        ):
             return
     yield from waiting[at + 1 :]
 

@@ -19,7 +19,7 @@ from oomdoctor.evidence._models import held, parameters, sizes
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.objects.kinds import module_of, mro_of, name_of, plain_dict
 from oomdoctor.program.definitions import Call, Program, calls, decorators, imports_of, text_of
-from oomdoctor.program.ground import Ground
+from oomdoctor.program.dependencies import Ground
 from oomdoctor.sandbox.copies import answered
 
 _FRAMEWORKS: Final = (
@@ -260,7 +260,7 @@ def _varies(own: dict[str, Any], *, tries: bool) -> str | None:
 
 def _difference(own: dict[str, Any]) -> str:
     """Return in what the samples of two workers differ, empty if in nothing; for a forked copy."""
-    from oomdoctor.sandbox.walls import keep_to_itself, orphan_workers
+    from oomdoctor.sandbox.restrictions import keep_to_itself, orphan_workers
 
     keep_to_itself(None)
     orphan_workers()

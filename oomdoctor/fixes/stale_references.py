@@ -29,14 +29,14 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Any, Final
 
-from oomdoctor.fixes._terms import Unfit, need, proposing, refusing
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import DeviceMemory, Role
 from oomdoctor.model.session import Cells, Session
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.objects.kinds import plain_dict
 from oomdoctor.objects.paths import Root

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.memory import Census, DeviceMemory, Holding, Role
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import alive, without_apart
 from oomdoctor.objects.paths import Holder, Path, Root, Ways
 from oomdoctor.objects.storages import Bare, is_plain, plain_storages, storages_of, unobserved

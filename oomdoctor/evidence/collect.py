@@ -25,13 +25,13 @@ from oomdoctor.evidence import host
 from oomdoctor.evidence._trainers import passed
 from oomdoctor.evidence.code import facts
 from oomdoctor.model import baseline
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.model.sizes import MIB
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.children import elements_of
 from oomdoctor.objects.frames import (
@@ -49,7 +49,7 @@ from oomdoctor.objects.frames import (
 )
 from oomdoctor.objects.kinds import Kind, kind_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
-from oomdoctor.program import words
+from oomdoctor.program import torch_functions
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 
 if TYPE_CHECKING:
@@ -236,7 +236,14 @@ def is_within_no_grad(exc: BaseException | None) -> bool:
     wrappers = (one for one in frames if home_of(one) == "torch.utils._contextlib")
     entered = (locals_of(one).get("ctx_factory") for one in wrappers)
     kinds = [type(getattr(one, "__self__", None)).__name__ for one in entered]
-    return next((kind in words.GRADLESS for kind in reversed(kinds) if kind in {*words.GRADLESS, "enable_grad"}), False)
+    return next(
+        (
+            kind in torch_functions.GRADLESS
+            for kind in reversed(kinds)
+            if kind in {*torch_functions.GRADLESS, "enable_grad"}
+        ),
+        False,
+    )
 
 
 def _unobserved() -> Any:

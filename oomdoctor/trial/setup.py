@@ -1,8 +1,8 @@
 """What all runs of a trial begin with, set up once in the process that they are forked from.
 
-It writes, shows and starts nothing (see ``sandbox.walls``), and what is printed or written is kept as part of the end
-of a run. How often hooks of the user's run is counted, as a hook may reach what no name leads to. The user's functions
-that loop have loops that ask (see ``cut``).
+It writes, shows and starts nothing (see ``sandbox.restrictions``), and what is printed or written is kept as part of
+the end of a run. How often hooks of the user's run is counted, as a hook may reach what no name leads to. The user's
+functions that loop have loops that ask (see ``cut``).
 
 A program whose tensors lie on a device is tried in host memory, as a copy of the process must not touch the device.
 Before the process is copied, what its tensors hold there is copied to host memory, each storage once. In the copy every
@@ -41,7 +41,7 @@ from oomdoctor.objects.named import is_users_file, own_modules
 from oomdoctor.sandbox import device_calls
 from oomdoctor.sandbox.attempt import hook_functions
 from oomdoctor.sandbox.card import Card, in_use, mend_autograd
-from oomdoctor.sandbox.walls import keep_to_itself
+from oomdoctor.sandbox.restrictions import keep_to_itself
 
 _CPU = torch.device("cpu")
 _kept: list[Any] = []

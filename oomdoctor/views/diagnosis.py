@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from oomdoctor.model.absence import Unavailable
 from oomdoctor.model.case import Finding, OutcomeKind
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect
@@ -13,7 +12,8 @@ from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Measured
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
-from oomdoctor.views import words
+from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.views import labels
 from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.document import (
     Block,
@@ -94,13 +94,13 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     frame = incident.framework_frame if incident.cell is None else None
     priced, steps = prices(case.plan, incident), next_steps(case, retry or Retry.of(case.plan))
     if names is not None:
-        needs = priced.unchanged.replace("this cell", words.clean(names[max(names)]), 1)
+        needs = priced.unchanged.replace("this cell", labels.clean(names[max(names)]), 1)
         priced, steps = replace(priced.without_commands(), unchanged=needs), ()
     return (
         Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
         Line(headline(incident, evidence), "lead"),
-        *apart(*(Source(words.place(line), words.clean(line.source_line, 200)) for line in lines)),
-        *apart(Line(f"raised in {words.clean(frame)}", "inner") if frame else None),
+        *apart(*(Source(labels.place(line), labels.clean(line.source_line, 200)) for line in lines)),
+        *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
         *apart(bar),
         *held.blocks("What holds it", folded=True),
         *given(Fold("How the memory goes", (course,)) if course else None),
@@ -122,11 +122,11 @@ def read(explained: Explained) -> Document:
     numbers = ", ".join(f"{name} {format_size(size)}" for name, size in sizes if size is not None)
     why = causes(findings) if findings else Line(_UNTOLD, "inner")
     fixes = dict.fromkeys(fix for finding in findings for fix in finding.fixes)
-    helps = tuple(f"{words.clean(explained.titles.get(fix, fix))} ({words.code(fix)})" for fix in fixes)
+    helps = tuple(f"{labels.clean(explained.titles.get(fix, fix))} ({labels.code(fix)})" for fix in fixes)
     return (
         Line(first, "lead"),
-        *(Line(words.clean(line, 200), "inner") for line in (told, numbers) if line),
-        *(Line(words.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
+        *(Line(labels.clean(line, 200), "inner") for line in (told, numbers) if line),
+        *(Line(labels.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
         *((Head("Why"), why) if findings or failure.is_oom else ()),
         *((Head("What helps"), Items(helps)) if helps else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
@@ -139,16 +139,16 @@ def missing(device: DeviceMemory) -> tuple[str, ...]:
     for name in ("total", "free", "allocated", "reserved"):
         if isinstance(value := getattr(device, name), Unavailable):
             by_reason.setdefault(value.reason, []).append(name)
-    return tuple(f"{', '.join(names)} not available: {words.clean(reason)}" for reason, names in by_reason.items())
+    return tuple(f"{', '.join(names)} not available: {labels.clean(reason)}" for reason, names in by_reason.items())
 
 
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:
     """Return the whole failure in one sentence with its numbers; with its ``meaning`` where it is none of memory."""
     cell = incident.cell
-    subject = "The program" if cell is None else f"{words.code(cell.source_line)} ({words.place(cell)})"
+    subject = "The program" if cell is None else f"{labels.code(cell.source_line)} ({labels.place(cell)})"
     if not incident.is_oom:
-        told = f"{subject} failed with {words.clean(incident.exc_type or 'an error')}, not for lack of memory."
-        return f"{told} {words.clean(meaning, 600)}" if meaning else told
+        told = f"{subject} failed with {labels.clean(incident.exc_type or 'an error')}, not for lack of memory."
+        return f"{told} {labels.clean(meaning, 600)}" if meaning else told
     device = None if evidence is None else _device(incident, evidence)
     kept = None if evidence is None or device is None or device.name != "cpu" else evidence.host.kept_back
     share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
@@ -157,10 +157,10 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
 
 
 def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
-    bare = "host memory" if incident.device == "cpu" else words.clean(incident.device or "the device", 40)
-    where = words.limited_name(device) if device else bare
-    total = words.known(incident.total, device.total if device else None)
-    free = words.known(incident.free, device.free if device else None)
+    bare = "host memory" if incident.device == "cpu" else labels.clean(incident.device or "the device", 40)
+    where = labels.limited_name(device) if device else bare
+    total = labels.known(incident.total, device.total if device else None)
+    free = labels.known(incident.free, device.free if device else None)
     if incident.requested is None:
         return f"ran out of memory on {where}" if total is None else f"ran out of the {format_size(total)} of {where}"
     asked = f"asked for {format_size(incident.requested)}"
@@ -186,8 +186,8 @@ def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -
         return ""
     role, size = max(census.roles, key=lambda item: item[1])
     module = within(census, role, models)
-    place = f" of {words.code(module)}" if module is not None else ""
-    return f"; {words.percent(size / census.found)} of what is held is {words.ROLES[role]}{place}"
+    place = f" of {labels.code(module)}" if module is not None else ""
+    return f"; {labels.percent(size / census.found)} of what is held is {labels.ROLES[role]}{place}"
 
 
 def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:
@@ -201,9 +201,9 @@ def causes(findings: tuple[Finding, ...]) -> Block:
     return Causes(
         tuple(
             Cause(
-                title=words.clean(finding.title),
-                confidence=f"confidence {words.percent(finding.confidence)}",
-                because=tuple(words.clean(sentence, 600) for sentence in finding.because),
+                title=labels.clean(finding.title),
+                confidence=f"confidence {labels.percent(finding.confidence)}",
+                because=tuple(labels.clean(sentence, 600) for sentence in finding.because),
             )
             for finding in findings
         )
@@ -221,7 +221,7 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
     if not rows:
         return ()
     if retry.why:
-        return (f"`%oomdoctor retry` runs nothing: {words.clean(retry.why, 600)}.",)
+        return (f"`%oomdoctor retry` runs nothing: {labels.clean(retry.why, 600)}.",)
     verdict = retry.chosen[0].forecast.verdict if retry.chosen else None
     if verdict is Verdict.FITS:
         return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)

@@ -16,13 +16,13 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.fix import Edit, Patch
 from oomdoctor.model.session import Cells
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
-from oomdoctor.program.book import SETTINGS, Book, Number, Page, binds, calls, key_of
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import bound, reads
+from oomdoctor.program.literals import SETTINGS, Book, Number, Page, binds, calls, key_of
 from oomdoctor.program.magics import Definition, Function, mask
 from oomdoctor.program.names import call_name, imported, outside, own_nodes, read_first, root_of
 from oomdoctor.program.rewriting import exchange

@@ -30,12 +30,12 @@ from oomdoctor.retry.release import release
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.openmp import begin_teams
 from oomdoctor.sandbox.reserve import keep_large_blocks_apart, let_large_blocks_join
-from oomdoctor.shell.borders import quietly
 from oomdoctor.shell.config import OomDoctor
+from oomdoctor.shell.error_boundary import quietly
 
 _MODULES: Final = (
-    *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.moment"),
-    *("oomdoctor.views", "oomdoctor.views.panel", "libcst.native", "oomdoctor.forecast.planning"),
+    *("oomdoctor.incident", "yaml", "pydantic", "rule_engine", "oomdoctor.rulebook", "oomdoctor.evidence.collect"),
+    *("oomdoctor.views", "oomdoctor.views.panel", "libcst.native", "oomdoctor.forecast.ranking"),
 )
 """What takes longest to load, a step each; what else there is comes with the rehearsal."""
 _ON_TENSORS: Final = (

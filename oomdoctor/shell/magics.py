@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import OomDoctorError, UsageError
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.sizes import format_size, parse_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.doctor import Request, plan

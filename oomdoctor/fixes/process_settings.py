@@ -42,9 +42,8 @@ from typing import Any, Final, NamedTuple
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._placement import placed
-from oomdoctor.fixes._terms import Unfit, check_host, found_or_asked, need, proposing, refusing
-from oomdoctor.model.absence import Refused, Unavailable
+from oomdoctor.fixes._construction_sites import placed
+from oomdoctor.fixes._preconditions import Unfit, check_host, found_or_asked, need, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -52,6 +51,7 @@ from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.session import Cells, Session, Simulated
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.objects.kinds import members_of, mro_of, plain_dict
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce, wraps
 from typing import Final, ParamSpec, TypeVar
 
-from oomdoctor.model.absence import Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Proposal
@@ -19,6 +18,7 @@ from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Holding, HostMemory, Role
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import child_path
 
 Found = TypeVar("Found")

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from dataclasses import replace
 from typing import Final
 
+from oomdoctor.forecast.dry_run_result import late
 from oomdoctor.forecast.dry_runs import DryRuns, unsupported
 from oomdoctor.forecast.planner import PENDING, Planner
-from oomdoctor.forecast.reading import late
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Fix
 from oomdoctor.model.incident import Incident
