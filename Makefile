@@ -66,11 +66,12 @@ check: $(VENV)/.installed-dev ## Format, lint, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.installed-dev ## Write docs/*.md, a page each of all rules, fixes, settings and JSON
+docs: $(VENV)/.installed-dev ## Write docs/: a page each of all rules, fixes, settings and JSON, and every text by room
 	$(BIN)/python tools/rules_page.py
 	$(BIN)/python tools/fixes_page.py
 	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/json_page.py
+	$(BIN)/python tools/texts_page.py
 
 new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
