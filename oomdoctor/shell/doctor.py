@@ -57,12 +57,14 @@ class CellRun:
         kwargs: that the shell was asked to run it with.
         transaction: takes it back; None where there is no snapshot.
         beside: what went on beside it when it began.
+        shown: where the answer to its failure stands; None where it has no place yet.
     """
 
     source: str
     kwargs: dict[str, Any]
     transaction: Any
     beside: Beside
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class Request:
 
 async def answer(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> None:
     """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
-    guarded, auto, shown = extension.borders.guarded, extension.config.auto, Shown(extension)
+    guarded, auto, shown = extension.borders.guarded, extension.config.auto, run.shown or Shown(extension)
     with uncollected():
         found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
         # On the host it is the diagnosis that needs the memory: what comes with it is made first.
@@ -91,6 +93,7 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
             guarded("display", lambda: shown.show(pending))
     if found is None:
         extension.tracebacks.send_held()
+        guarded("display", shown.withdraw)
         return
     if comes_later:
         _fill_in(extension, found, shown)
@@ -101,8 +104,7 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         )
         case = planned or pipeline.last_case() or found
     except BaseException:  # an interrupt: what is known by then is shown all the same
-        extension.tracebacks.send_held()
-        guarded("display", lambda: shown.show(pipeline.last_case() or found))
+        shown.show_with(extension.tracebacks.send_held, pipeline.last_case() or found)
         raise
     chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
     # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
@@ -114,8 +116,7 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         if was_shown and extension.healed is None:  # it answers as it would have
             result.error_in_exec, extension.shell.last_execution_succeeded = None, True
         return
-    extension.tracebacks.send_held()
-    guarded("display", lambda: shown.show(case))
+    shown.show_with(extension.tracebacks.send_held, case)
     guarded("notice", lambda: _tell_why_not(extension, case))
 
 
@@ -345,9 +346,10 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     else:
         if error is None and not tells:  # what was held back is ours: a guard that stopped the attempt
             extension.tracebacks.drop_held()
-        extension.tracebacks.send_held(error)
         if tells:
-            extension.borders.guarded("display", lambda: Shown(extension).show(case))
+            Shown(extension).show_with(partial(extension.tracebacks.send_held, error), case)
+        else:
+            extension.tracebacks.send_held(error)
     extension.borders.guarded("notice", lambda: extension.notice(case))
     shown = extension.shown
     if shown is not None and any(one.refuted for one in case.plan.candidates):

@@ -116,12 +116,14 @@ class Run:
         is_retry: whether it is a further attempt of ours.
         depth: how many cells are running within one another, 1 where the cell runs its own code.
         failure: what was shown of it last: of an attempt any error, of the user's own run one that memory ran out with.
+        shown: where the answer to it will stand, above its traceback; None where that comes first.
     """
 
     owner: Any
     is_retry: bool = False
     depth: int = 0
     failure: BaseException | None = None
+    shown: Any = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:

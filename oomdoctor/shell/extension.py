@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,10 +46,11 @@ from oomdoctor.shell.error_boundary import (
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.open_case import OpenCase
-from oomdoctor.shell.warm_up import Warming
+from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
-    from oomdoctor.shell.showing import Filling, Shown
+    from oomdoctor.shell.showing import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""
@@ -162,7 +164,7 @@ class Extension:
         failure = run.take_failure()
         self.warming.note_end(raw_cell, failed=failure is not None)
         try:
-            return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
+            return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
         finally:
             if failure is not None:
                 reserve.let_go()
@@ -181,6 +183,8 @@ class Extension:
                 await answer(self, failure, result, cell)
             except BaseException:  # an interrupt: the failure is the user's to see all the same
                 self.tracebacks.send_held()
+                if cell.shown is not None:
+                    self.borders.guarded("display", cell.shown.withdraw)
                 raise
             if (late := self.borders.take_signalled()) is not None:
                 self._show_traceback(late)
@@ -295,6 +299,9 @@ class Extension:
         run = current(self)
         if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
             run.failure = exc
+            is_first = run.shown is None and run.depth == 1 and not run.is_retry and not self._holds(exc)
+            if is_first and is_watched(self.shell):
+                run.shown = self.borders.guarded("display", lambda: Shown.announced(self))
 
     def _holds(self, exc: BaseException) -> bool:
         """Whether the display of ``exc`` waits for the outcome of a retry."""
@@ -356,4 +363,6 @@ class Extension:
 
         from oomdoctor.views import notice_bundle
 
+        if self.shown is not None and self.shown.tells_end:
+            return
         display(notice_bundle(case, self.names), raw=True)

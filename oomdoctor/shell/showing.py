@@ -13,10 +13,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
@@ -32,42 +32,113 @@ if TYPE_CHECKING:
     from oomdoctor.views.diagnosis import Retry
 
 
+_EMPTY: Final = {"text/plain": "", "text/html": ""}
+_LOOKING: Final = {
+    "text/plain": "Out of memory",
+    "text/html": "<strong>Out of memory</strong>: looking at what holds it…",
+}
+
+
+def _place(told: dict[str, str]) -> Any:
+    """Return a place in the output of the cell that runs, with what stands there until more is known."""
+    from IPython.display import DisplayHandle
+
+    place = DisplayHandle()
+    place.display(told, raw=True)
+    return place
+
+
 class Shown:
-    """One failure on the screen: the last one, until there is another."""
+    """One failure on the screen: the last one, until there is another.
+
+    Attributes:
+        tells_end: whether the answer is going to tell how a retry has ended, so that nothing else has to.
+    """
 
     def __init__(self, extension: Extension) -> None:
         self._extension = extension
         self._number = 0
-        self._diagnosis: Any = None
-        self._told: dict[str, str] = {}
+        self._places: tuple[Any, ...] = ()
+        self._told: list[dict[str, str]] = [{}, {}]
         self._panel: Any = None
+        self.tells_end = False
+
+    @classmethod
+    def announced(cls, extension: Extension) -> Shown:
+        """Hold the places of the answer, its controls, its details and what they put out, above the traceback."""
+        shown = cls(extension)
+        shown._places = tuple(map(_place, (_LOOKING, _EMPTY, _EMPTY, _EMPTY)))
+        return shown
+
+    def withdraw(self) -> None:
+        """Leave the places that were held empty: there is nothing to tell."""
+        for place in self._places:
+            place.update(_EMPTY, raw=True)
+
+    def show_with(self, send_traceback: Callable[[], None], case: Case) -> None:
+        """Show the diagnosis and a traceback that was held back: the answer first where somebody looks at a page."""
+        comes_first = is_watched(self._extension.shell)
+        if not comes_first:
+            send_traceback()
+        try:
+            self._extension.borders.guarded("display", lambda: self.show(case))
+        finally:
+            if comes_first:
+                send_traceback()
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""
-        from IPython.display import DisplayHandle
-
-        from oomdoctor.views import bundle, panel
-
         extension, retry = self._extension, retry_of(case)
         before, extension.shown, self._number = extension.shown, self, case.number
         if before is not None:
             extension.borders.guarded("display", before.refresh)
-        self._diagnosis = DisplayHandle()
-        try:
-            self._told = bundle(case, extension.names, retry)
-        except (MemoryError, SystemError):  # there is none for a page
-            self._told = {"text/plain": _brief(case)}
-        self._diagnosis.display(self._told, raw=True)
+        self._tell(case, retry)
         if extension.config.panel and hasattr(extension.shell, "kernel"):
+            from oomdoctor.views import panel
+
             typed = extension.open is not None and extension.is_source_awaited(extension.open.session.cells.failing)
             self._panel = panel.build(case, _Doctor(self, extension, case.number), retry=retry, typed=typed)
             if self._panel is not None:
-                self._panel.display()
+                self._panel.display(self._places[1] if len(self._places) > 1 else None)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Have the answer itself tell how what runs in the body ends, where there is a page to tell it on."""
+        self.tells_end = len(self._places) > 1
+        try:
+            yield
+        finally:
+            self.tells_end = False
+
+    def _tell(self, case: Case, retry: Retry) -> None:
+        """Show what is known now; what is shown already is not sent again, as that folds what the user has unfolded."""
+        from oomdoctor.views import answer_bundles, bundle
+
+        is_page = bool(self._places) or is_watched(self._extension.shell)
+        told: list[dict[str, str]] = []
+        try:
+            told += answer_bundles(case, retry) if is_page else [bundle(case, self._extension.names, retry)]
+        except (MemoryError, SystemError):  # there is none for a page
+            told = [{"text/plain": _brief(case)}]
+        if not self._places:
+            self._places = tuple(map(_place, [told[0], _EMPTY, *told[1:], _EMPTY] if is_page else told))
+        else:
+            for place, new, before in zip(self._places[::2], told, self._told, strict=False):
+                if new != before:
+                    place.update(new, raw=True)
+        self._told = [*told, {}][:2]
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
         self.tell_end(case)
         self.offer(case)
+
+    def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Keep in the notebook what a button has put out, which is not saved with the button."""
+        from oomdoctor.views import kept
+
+        if len(self._places) > 1:
+            self._places[-1].update(kept(outputs), raw=True)
 
     def refresh(self) -> None:
         """Turn on in the panel what can be done now, and off what cannot."""
@@ -81,14 +152,10 @@ class Shown:
 
     def tell_end(self, case: Case) -> None:
         """Say in the diagnosis how a retry ended: what a button puts out is not in the notebook's file."""
-        from oomdoctor.views import bundle
-
         if case.number != self._number or not hasattr(self._extension.shell, "kernel"):
             return  # another failure is shown; and a terminal cannot take back what it has printed
-        told = bundle(case, self._extension.names, retry_of(case))
-        if self._diagnosis is not None and told != self._told:  # to send it again would fold what the user has unfolded
-            self._diagnosis.update(told, raw=True)
-            self._told = told
+        if self._places:
+            self._tell(case, retry_of(case))
 
 
 def _brief(case: Case) -> str:
@@ -135,6 +202,10 @@ class _Doctor:
             return ""
         return why_not_retried(self._extension, case.outcome)
 
+    def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what a button has put out."""
+        self._extension.borders.guarded("display", lambda: self._shown.keep(outputs))
+
     def press(self, verb: str, what: int | str | None = None) -> None:
         """Do what a button asks for, as if the user had typed it."""
         extension = self._extension
@@ -142,7 +213,8 @@ class _Doctor:
             print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
             return
         try:
-            run_cell_anywhere(extension.shell, f"%oomdoctor {verb}" if what is None else f"%oomdoctor {verb} {what}")
+            with self._shown.telling():
+                run_cell_anywhere(extension.shell, " ".join(map(str, filter(None, ("%oomdoctor", verb, what)))))
         except OomDoctorError as exc:
             print(f"oomdoctor: {exc}", file=sys.stderr)
         finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from rich.text import Text
+
 from oomdoctor.model.case import Finding, OutcomeKind
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect
@@ -16,6 +18,7 @@ from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import labels
 from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.document import (
+    Bar,
     Block,
     Cause,
     Causes,
@@ -24,13 +27,17 @@ from oomdoctor.views.document import (
     Head,
     Items,
     Line,
+    Notice,
     Source,
+    Static,
+    Table,
     Timeline,
     apart,
     given,
+    prose,
 )
 from oomdoctor.views.holders import holders, within, worth_telling
-from oomdoctor.views.prices import CHANGED, WHY, aftermath, prices
+from oomdoctor.views.prices import CHANGED, WHY, aftermath, offered, prices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
     from oomdoctor.views.displayed import Explained
 
 _TOP: Final = 5
+_REASONS: Final = Head("Why")
+_CHANGES: Final = "What to change"
 _LONGEST_NOTE: Final = 500
 _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
@@ -81,6 +90,70 @@ class Retry:
         return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
 
 
+def answer(case: Case, retry: Retry | None = None) -> Document:
+    """Return what a page shows first: what ran out of memory, how full it is, and what a retry would do about it."""
+    incident, evidence = case.incident, case.evidence
+    if case.outcome.kind is OutcomeKind.HEALED:
+        return (aftermath(case),)
+    device = _device(incident, evidence)
+    census = evidence.census if evidence.census.device == device.name else None
+    bar = device_bar(device, census, total=incident.total, asked=incident.requested)
+    title = Text.assemble(("Out of memory" if incident.is_oom else "Not a memory failure", "bad"))
+    return (
+        Line(title.append_text(prose(_in_short(incident, evidence))), "lead"),
+        *given(replace(bar, is_slim=True) if bar is not None else None),
+        *_offer(case, retry or Retry.of(case.plan)),
+    )
+
+
+def _in_short(incident: Incident, evidence: Evidence) -> str:
+    """Return what follows ``Out of memory``: where, what was asked for and what was free, and who holds most."""
+    cell, device = incident.cell, _device(incident, evidence)
+    where = "" if cell is None else f" at {labels.code(cell.source_line)} ({labels.place(cell)})"
+    if not incident.is_oom:
+        return f"{where}: {labels.clean(incident.exc_type or 'an error')}."
+    total = labels.known(incident.total, device.total)
+    free = labels.known(incident.free, device.free)
+    fate = _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
+    if fate is None and incident.requested is not None and total is not None and free is not None:
+        whole = f"{format_size(free)} of {format_size(total)} free on {labels.limited_name(device)}"
+        fate = f"asked for {format_size(incident.requested)} with {whole}"
+    fate = fate or _request(incident, device, evidence.host.kept_back if device.name == "cpu" else None)
+    return f"{where}: {fate}. {_most(evidence.census, device)}".rstrip()
+
+
+def _most(census: Census, device: DeviceMemory) -> str:
+    if census.device != device.name or not census.found or not census.roles:
+        return ""
+    role, size = max(census.roles, key=lambda item: item[1])
+    return f"Largest part: {labels.ROLES[role]} ({labels.percent(size / census.found)})."
+
+
+def _offer(case: Case, retry: Retry) -> Document:
+    """Return how it ended, or what a retry would do; the latter only where no button says so."""
+    if case.outcome.kind is not OutcomeKind.OFFERED:
+        end = aftermath(case)
+        return (Notice(end.mark, end.title, tuple(fact for fact in end.facts if fact[0] in (WHY, CHANGED))),)
+    if not retry.chosen:
+        return (Static(tuple(Line(step, "offer") for step in next_steps(case, retry))),)
+    return (Static((Line(f"`%oomdoctor retry`: {offered(retry.chosen[0])}", "offer"),)),)
+
+
+def details(case: Case, retry: Retry | None = None) -> Document:
+    """Return what a page folds away below its ``answer`` and the controls."""
+    whole = tell(case, retry)
+    start = next(at for at, block in enumerate(whole) if isinstance(block, Source | Table | Head | Fold))
+    priced = next(at for at, block in enumerate(whole) if block == Head(_CHANGES))
+    likeliest = case.findings[0].title if case.findings else ""
+    why = tuple(block for block in whole[start:priced] if not isinstance(block, Bar) and block != _REASONS)
+    return (
+        Fold("Why", why, aside=labels.clean(likeliest)),
+        Static(
+            (Fold("All fixes", whole[priced + 1 :], aside=labels.count(len(case.plan.candidates), "fix", "fixes")),)
+        ),
+    )
+
+
 def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None = None) -> Document:
     """Return the diagnosis of ``case``, from the headline to what to type next. For the arguments see ``bundle``."""
     incident, evidence = case.incident, case.evidence
@@ -104,8 +177,8 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         *apart(bar),
         *held.blocks("What holds it", folded=True),
         *given(Fold("How the memory goes", (course,)) if course else None),
-        *(Head("Why"), causes(case.findings)),
-        *(Head("What to change"), *priced.blocks()),
+        *(_REASONS, causes(case.findings)),
+        *(Head(_CHANGES), *priced.blocks()),
         *apart(*(Line(sentence, "muted") for sentence in missing(device))),
         *apart(*(Line(sentence, "next") for sentence in steps)),
     )

@@ -34,7 +34,7 @@ class Line:
     """Sentences on lines of their own; ``gap`` is an empty line, which only text needs."""
 
     text: Inline
-    look: Literal["title", "name", "lead", "plain", "inner", "muted", "more", "next", "gap"] = "plain"
+    look: Literal["title", "name", "lead", "plain", "inner", "muted", "more", "next", "offer", "gap"] = "plain"
 
 
 GAP: Final = Line("", "gap")
@@ -126,6 +126,13 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
+class Static:
+    """What a page shows only where no live controls tell the same."""
+
+    blocks: Document
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """What belongs together, set apart from what stands above it."""
 
@@ -155,12 +162,14 @@ class Bar:
     Attributes:
         budget: where the memory ends, in words; ``budget_ratio``: where that is on the bar. A bar is longer than
             its budget when more was asked for than there is.
+        is_slim: whether a page names its segments within the bar alone.
     """
 
     title: str
     budget: str | None
     budget_ratio: float | None
     segments: tuple[Segment, ...]
+    is_slim: bool = False
 
     @classmethod
     def of(cls, title: str, total: int | None, pieces: list[tuple[str, str, int]]) -> Bar | None:
@@ -292,5 +301,5 @@ class Fixes:
     rows: tuple[FixRow, ...]
 
 
-Block = Line | Head | Source | Items | Table | Notice | Causes | Diff | Fold | Section | Bar | Timeline | Fixes
+Block = Line | Head | Source | Items | Table | Notice | Causes | Diff | Fold | Static | Section | Bar | Timeline | Fixes
 Document = tuple[Block, ...]

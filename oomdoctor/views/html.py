@@ -1,8 +1,8 @@
 """The facts as HTML that stands by itself: saved, exported, sanitised and in either theme.
 
-There is no ``<style>`` block and no script, as untrusted notebooks lose both. Text colours are theme variables that
-fall back to what surrounds them; bars are drawn with what JupyterLab's sanitiser lets through, each segment with a
-pattern and a line in the legend as well.
+There is no script, and no ``<style>`` block that it needs, as untrusted notebooks lose both. Text colours are theme
+variables that fall back to what surrounds them; bars are drawn with what JupyterLab's sanitiser lets through, each
+segment with a pattern and a line in the legend as well.
 """
 
 from __future__ import annotations
@@ -23,6 +23,27 @@ _HATCHES: Final = {
     "upright": ("90deg", "6px 6px"),
     "level": ("0deg", "6px 6px"),
 }
+
+
+_CONTROLLED: Final = (
+    "<style>.jp-OutputArea:has(.oomdoctor-panel) .oomdoctor-static{display:none}"
+    ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)){display:none}"
+    "</style>"
+)
+"""Hides what live controls tell as well, and what a front end says in the place of controls that were not saved.
+
+A page without it, as an untrusted one, shows all there is to read.
+"""
+
+
+def controlled(document: Document) -> str:
+    """Return what stands above controls that may be live."""
+    return f'{_CONTROLLED}<div class="oomdoctor-answer">{render(document)}</div>'
+
+
+def static(content: str) -> str:
+    """Return a part of a page that live controls hide, as they show the same."""
+    return f'<div class="oomdoctor-static">{content}</div>'
 
 
 def render(document: Document) -> str:

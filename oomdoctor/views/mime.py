@@ -9,16 +9,18 @@ shows nothing at all.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from typing import TYPE_CHECKING, Final, TextIO, TypedDict
+from html import escape
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypedDict
 
 from oomdoctor.views import html, text
-from oomdoctor.views.diagnosis import tell
+from oomdoctor.views.diagnosis import answer, details, tell
 from oomdoctor.views.prices import aftermath
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from oomdoctor.model.case import Case
     from oomdoctor.views.diagnosis import Retry
@@ -33,6 +35,32 @@ def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | No
         retry: what a retry would do; by the plan alone where nothing else is known.
     """
     return _bundle(tell(case, retry, names), names)
+
+
+def answer_bundles(case: Case, retry: Retry | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what a notebook shows above and below the controls of ``case``. For ``retry`` see ``bundle``."""
+    above = answer(case, retry)
+    return {**_bundle(above, None), "text/html": html.controlled(above)}, _bundle(details(case, retry), None)
+
+
+def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what a cell put out below a button as one output that is saved with the notebook.
+
+    A page shows it where the button's own output is not live.
+
+    Args:
+        outputs: in the form that notebooks keep them in.
+    """
+    texts, parts = [], []
+    for one in outputs:
+        data = one.get("data", {})
+        plain = one.get("text") or data.get("text/plain") or "\n".join(one.get("traceback", ()))
+        texts.append(_ESCAPES.sub("", "".join(plain)))
+        if (picture := next((kind for kind in _PICTURES if kind in data), None)) is not None:
+            parts.append(f'<img src="data:{picture};base64,{"".join(data[picture]).strip()}">')
+        else:
+            parts.append("".join(data.get("text/html", "")) or f"<pre>{escape(texts[-1])}</pre>")
+    return {"text/plain": "".join(texts), "text/html": html.static("".join(parts))}
 
 
 def notice_bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[str, str]:
@@ -57,6 +85,8 @@ def plain(document: Document) -> str:
     return fitted(text.render(document, width=looks(sys.stdout)["width"]), sys.stdout)
 
 
+_PICTURES: Final = ("image/png", "image/jpeg")
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NARROWEST, _WIDEST, _LOG = 20, 120, 100
 _COLOURLESS: Final = ("", "dumb", "unknown")
 

@@ -8,7 +8,7 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -18,7 +18,7 @@ from oomdoctor.model.unavailable import Refused
 from oomdoctor.views.diagnosis import Retry
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
-from oomdoctor.views.prices import fix_row, fix_rows
+from oomdoctor.views.prices import fix_row, fix_rows, offered
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case
@@ -34,12 +34,15 @@ _WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
 """The layout of a row that breaks where the screen is narrow."""
 _FITTING: Final = {"width": "auto", "min_width": "7em"}
 """A button as wide as its name: the width that ipywidgets gives leaves no room for a dose."""
+_REST: Final = {"flex": "1 1 16em", "width": "auto"}
+"""What takes the rest of a line."""
 _NARROW: Final = {"width": "auto", "max_width": "14em"}
 _DIFF: Final = (
     "font-family:var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));overflow-x:auto;"
     "white-space:pre;line-height:1.3;color:inherit;background:none"
 )
-_SAVED: Final = "The controls are not saved with the notebook; the commands above do the same."
+_SAVED: Final = {"text/plain": "", "text/html": ""}
+"""What stands in the place of controls that are not live: nothing, as the diagnosis has the commands."""
 
 
 class Doctor(Protocol):
@@ -58,6 +61,9 @@ class Doctor(Protocol):
     @property
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
+
+    def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Keep in the notebook what a button has put out, in the form that notebooks have."""
 
     def press(self, verb: str, what: int | str | None = None) -> None:
         """Do ``fix`` with the fix of a number, ``fit`` with a size, ``retry``, ``undo``."""
@@ -88,36 +94,42 @@ class Panel:
         self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
         self._has_best, self._waits, self._fits = False, "", ""
-        self._best = self._buttons.add("Retry best", "", lambda: self._press("retry"))
+        self._best = self._buttons.add("Fix it", "", lambda: self._press("retry"))
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"))
         self._fit = widgets.Text(
             description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
         )
         self._fit.observe(lambda _: self._fit_in(), "value")
+        self._buttons.output.observe(lambda change: doctor.keep(change["new"]), "outputs")
+        self._why, self._note = widgets.HTML(layout=_REST), widgets.HTML()
+        self._others = Part(widgets, "Other fixes", "What else may help, and settings")
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
-        self._note = widgets.HTML()
-        head = [first if typed else self._best, self._undo, self._fit, self._auto(), self._note]
-        self._above = (widgets.HBox(head, layout=_WRAPPING), self._buttons.output)
-        self.box = widgets.VBox(self._above)
+        self._first = first if typed else self._best
+        self._settings = widgets.HBox([self._fit, self._auto()], layout=_WRAPPING)
+        self.box = widgets.VBox()
+        self.box.add_class("oomdoctor-panel")
 
-    def display(self) -> None:
-        """Show it; where no kernel runs, a sentence stands in its place."""
+    def display(self, place: Any = None) -> None:
+        """Show it, in a ``place`` that was held for it; where no kernel runs, nothing is seen of it."""
         from IPython.display import display
 
         made = getattr(self.box, "_repr_mimebundle_", None)  # ipywidgets 7 has none, and displays itself
         if made is None:
             display(self.box)
+        elif place is None:
+            display({**made(), **_SAVED}, raw=True)
         else:
-            display({**made(), "text/plain": _SAVED}, raw=True)
+            place.update({**made(), **_SAVED}, raw=True)
 
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now."""
         retry, pending = retry or Retry.of(case.plan), case.plan.pending
-        self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
         self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are being made." if pending else ""
+        self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
+        self._why.value = "" if pending else _told(part("inline", self._best.tooltip))
         budget = case.plan.unchanged.budget
         self._fits = self._fit.value = "" if budget is None else format_size(budget)
-        self._fill(case.plan)
+        self._fill(case.plan, retry.chosen[0] if retry.chosen else None)
         self.refresh()
 
     def refresh(self) -> None:
@@ -126,6 +138,7 @@ class Panel:
         can_retry = not in_place and not gone
         self._note.value = part("inline", f"Retries are off: {gone}.") if gone else self._waits
         self._undo.tooltip = _UNDO if in_place else "There is nothing that can be taken back"
+        self._undo.layout.display = "" if in_place else "none"
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, enabled=bool(in_place))
         self._buttons.enable(self._best, enabled=self._has_best and can_retry)
@@ -133,15 +146,27 @@ class Panel:
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
-    def _fill(self, plan: Plan) -> None:
-        """Show a row for each fix."""
+    def _fill(self, plan: Plan, best: Candidate | None) -> None:
+        """Show what concerns the best fix at once, and a row for each other one where it is asked for."""
         press = None if self._typed else partial(self._press, "fix")
         self._rows = [
-            Row(self._widgets, row.number, candidate, plan.unchanged, self._buttons, press)
+            Row(self._widgets, row.number, candidate, plan.unchanged, self._buttons, press, is_best=candidate is best)
             for row, candidate in zip(fix_rows(plan), plan.candidates, strict=True)
             if row.apply or row.diff
         ]
-        self.box.children = (*self._above, *(row.box for row in self._rows))
+        first = next((row for row in self._rows if row.is_best), None)
+        others = [row.box for row in self._rows if row is not first]
+        self._others.show(f"Other fixes ({len(others)})" if others else "Settings", [*others, self._settings])
+        change = [] if first is None else [first.change.button]
+        controls = [*change, self._others.button, self._undo, self._note]
+        parts = [] if first is None else [first.change.box]
+        self.box.children = (
+            self._widgets.HBox([self._first, self._why if first is None else first.text], layout=_WRAPPING),
+            self._widgets.HBox(controls, layout=_WRAPPING),
+            *parts,
+            self._others.box,
+            self._buttons.output,
+        )
 
     def _auto(self) -> Any:
         """Return the choice of what is done by itself from now on."""
@@ -174,11 +199,40 @@ def _best(case: Case, retry: Retry) -> str:
     return retry.why or "No change that keeps the result was forecast to fit"
 
 
+class Part:
+    """What is shown below a button that is pressed, and hidden again by it."""
+
+    def __init__(self, widgets: Any, name: str, tooltip: str = "") -> None:
+        self.button = widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
+        self.box = widgets.VBox([], layout={"display": "none"})
+        self._name = name
+        self.button.on_click(lambda _: self._toggle())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is shown."""
+        return bool(self.box.layout.display != "none")
+
+    def show(self, name: str, children: Sequence[Any]) -> None:
+        """Exchange what is in it, and how its button is called."""
+        self._name, self.box.children = name, tuple(children)
+        self._rename()
+
+    def _toggle(self) -> None:
+        self.box.layout.display = "none" if self.is_open else ""
+        self._rename()
+
+    def _rename(self) -> None:
+        shows = self._name.removeprefix("Show ")
+        self.button.description = f"Hide {shows[0].lower()}{shows[1:]}" if self.is_open else self._name
+
+
 class Row:
     """The controls of one fix.
 
     Args:
         retry: runs the cell again with the fix of a number; None where buttons cannot run it.
+        is_best: whether a retry tries it first, which a button of its own does.
     """
 
     def __init__(
@@ -189,27 +243,24 @@ class Row:
         unchanged: Forecast,
         buttons: Buttons,
         retry: Callable[[int], None] | None,
+        *,
+        is_best: bool,
     ) -> None:
         self._widgets, self._number, self._unchanged, self._buttons = widgets, number, unchanged, buttons
-        self._candidate, self._in_place = candidate, False
-        self._text = widgets.HTML(self._label())
-        self._part = widgets.VBox([], layout={"display": "none"})
-        self._show: Any = None
+        self._candidate, self._in_place, self.is_best = candidate, False, is_best
+        self.text = widgets.HTML(self._label(), layout=_REST)
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
             controls.append(widgets.HTML(code(row.apply)))
         elif row.apply and retry is not None:
-            tooltip = f"Run the cell again with: {row.title}"
-            self._run = buttons.add(f"Retry with {number}", tooltip, lambda: retry(number))
+            self._run = buttons.add(f"Retry with {number}", f"Run the cell again: {row.title}", lambda: retry(number))
             controls.append(self._run)
+        self.change = Part(widgets, "Show change" if is_best else f"Show change {number}", f"Diff: {row.title}")
+        self.change.show(self.change.button.description, self._change())
         if row.diff:  # to open it runs nothing, so the other buttons stay as they are
-            tooltip = f"Show the change in source: {row.title}"
-            self._show = widgets.Button(description=f"Show diff {number}", tooltip=tooltip, layout=_FITTING)
-            self._show.on_click(lambda _: self._toggle())
-            controls.append(self._show)
-        lines = [self._text, widgets.HBox(controls, layout=_WRAPPING), *([self._part] if row.diff else [])]
-        self.box = widgets.VBox(lines, layout={"margin": "6px 0 6px 0"})
+            controls.append(self.change.button)
+        self.box = widgets.VBox([self.text, widgets.HBox(controls, layout=_WRAPPING), self.change.box])
 
     def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
         """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had.
@@ -221,34 +272,23 @@ class Row:
         self._in_place = own is not None
         if own is not None and own.dose != self._candidate.dose:
             self._candidate = own
-            self._fill()
-        self._text.value = self._label()
-        if self._show is not None:
-            self._show.button_style = "primary" if self._in_place else ""
+            self.change.box.children = tuple(self._change())
+        self.text.value = self._label()
+        self.change.button.button_style = "primary" if self._in_place else ""
         if self._run is not None:
             self._buttons.enable(self._run, enabled=can_retry)
 
     def _label(self) -> str:
-        """Return the fix on one line as HTML: what it is called and whether it fits; the diagnosis has its price."""
-        row = self._row()
-        title = f"{row.title} ({row.dose})" if row.dose else row.title
-        told = "✓ in place" if self._in_place else row.verdict_text
-        text = f"<b>{row.number}</b> {escape(title)} <small>{escape(told)}</small>"
-        return f'<div style="line-height:1.45">{text}</div>'
+        """Return the fix as HTML: what it is called, whether it fits, what it keeps and what it costs."""
+        row, told = self._row(), part("inline", offered(self._candidate))
+        if self.is_best:
+            return _told(f"{'✓ in place: ' if self._in_place else ''}{told}")
+        mark = "✓ in place" if self._in_place else row.verdict_text
+        notes = "".join(f"<br><small>{part('inline', note)}</small>" for note in row.notes)
+        return _told(f"<b>{row.number}</b> {told} <small>{escape(mark)}</small>{notes}")
 
     def _row(self) -> FixRow:
         return fix_row(self._number, self._candidate, self._unchanged)
-
-    def _toggle(self) -> None:
-        is_hidden = self._part.layout.display == "none"
-        self._part.layout.display = "" if is_hidden else "none"
-        self._show.description = f"{'Hide' if is_hidden else 'Show'} diff {self._number}"
-        self._fill()
-
-    def _fill(self) -> None:
-        """Show the change in source as it is now, where that is open."""
-        if self._part.layout.display != "none":
-            self._part.children = tuple(self._change())
 
     def _change(self) -> list[Any]:
         """Return the change of the source as a diff, and the command that puts the changed cell into the next.
@@ -262,6 +302,10 @@ class Row:
         shown = widgets.HTML(f'<pre dir="ltr" style="{_DIFF}">{part("changed", patch.diff())}</pre>')
         insert = code(f"%oomdoctor fix {self._number} --insert")
         return [shown, widgets.HTML(f"{insert} in a cell puts the changed one into the next.")]
+
+
+def _told(content: str) -> str:
+    return f'<div style="line-height:1.45;margin:2px 0">{content}</div>'
 
 
 def code(text: str) -> str:

@@ -28,6 +28,8 @@ _BASIS: Final = 600
 """Characters of a basis, which is a sentence of a fix: of two fixes together it is two. It is told to its end."""
 _MOST_REFUSALS: Final = 6
 """Refused fixes that text shows; those that the findings suggest come first, and the page folds the rest away."""
+_SAME_PACE: Final = 0.02
+_TWICE: Final = 2.0
 _ALIKE: Final = 1.05
 """Up to this much less than what the allocator holds, what tensors take of it tells a reader nothing new."""
 
@@ -193,6 +195,27 @@ def basis(forecast: Forecast) -> str:
         low, high = forecast.estimated
         return f"{name}; an estimate: of such, 9 in 10 measured peaks are {low:g} to {high:g} times as large"
     return f"{name}, ± {labels.percent(forecast.error_ratio)}" if forecast.error_ratio else name
+
+
+def offered(candidate: Candidate) -> str:
+    """Return a change in one sentence: what it does, what it keeps, and what it costs."""
+    forecast = candidate.forecast
+    dose = f" ({labels.clean(candidate.dose.short, 120)})" if candidate.dose.values else ""
+    parts = [labels.EFFECTS[candidate.effect][1]]
+    if forecast.slowdown is not None:
+        parts.append(_pace(forecast.slowdown))
+    if forecast.peak is not None:
+        budget = f" of {format_size(forecast.budget)}" if forecast.budget is not None else ""
+        parts.append(f"peak {labels.about(_counted(forecast))}{budget}")
+    return f"{labels.clean(candidate.title)}{dose}: {', '.join(parts)}."
+
+
+def _pace(ratio: float) -> str:
+    if abs(ratio - 1) < _SAME_PACE:
+        return "as fast as before"
+    if ratio < _TWICE:
+        return f"about {labels.percent(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
+    return f"about {ratio:.1f} times as long"
 
 
 def slowdown(forecast: Forecast) -> str:

@@ -36,6 +36,7 @@ from oomdoctor.views.document import (
     Section,
     Segment,
     Source,
+    Static,
     Table,
     Timeline,
     prose,
@@ -113,6 +114,8 @@ class _Renderer:
                 yield ""
                 yield Text.assemble((block.title, "strong"), f": {block.aside}" if block.aside else "")
                 yield from self.parts(block.blocks) if isinstance(block, Fold) else ()
+            case Static():
+                yield from self.parts(block.blocks)
             case Section():
                 yield ""
                 yield from self.parts(block.blocks)

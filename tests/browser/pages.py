@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Page:
     ) -> None:
         if runs:
             server.connect(name)
+        self._file = server.root / f"{name}.ipynb"
         self.page = context.new_page()
         self.dialogs: list[str] = []
         self.page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
@@ -63,6 +65,13 @@ class Page:
     def save(self) -> None:
         """Save the notebook; returns when that is done."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.save()")
+
+    def saved_outputs(self, number: int) -> list[dict[str, Any]]:
+        """Save the notebook; return what it keeps of the output of a code cell, by MIME type."""
+        command = f"() => {{{_CONTEXT} return context.save().then(() => null) }}"
+        self.page.evaluate(command)
+        outputs = json.loads(self._file.read_text())["cells"][number]["outputs"]
+        return [one["data"] for one in outputs if one["output_type"] == "display_data"]
 
     def cell(self, number: int) -> Locator:
         """Return the code cell with this place, from 0."""

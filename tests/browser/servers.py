@@ -71,7 +71,8 @@ class Server:
         folders = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "runtime"}
         places = {f"JUPYTER_{name}": str(self._base / folder) for name, folder in folders.items()}
         places |= {"IPYTHONDIR": str(self._base / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(self._base / "settings")}
-        return {**os.environ, **places, "HOME": str(self._base)}
+        # Of two kernels of one name the one of the virtual environment comes first otherwise.
+        return {**os.environ, **places, "HOME": str(self._base), "JUPYTER_PREFER_ENV_PATH": "0"}
 
     def _wait(self) -> None:
         end = time.monotonic() + _START_S

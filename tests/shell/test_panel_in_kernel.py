@@ -209,7 +209,7 @@ def test_a_fault_of_the_forecasts_leaves_the_diagnosis_without_a_promise(page: F
     assert page.run(TRAIN) == "error"
     page.run(f"{PLANNING}.Planning = kept")
     assert "oomdoctor could not finish (forecast" in page.said()
-    assert "Out of memory, case" in shown(page)
+    assert "Out of memory at" in shown(page)
     assert PENDING not in shown(page)
     assert page.state("Retry best")["disabled"]
 

@@ -36,6 +36,9 @@ class Recorder:
         self.auto = "off"
         self.gone = ""
 
+    def keep(self, outputs: Any) -> None:
+        self.kept = outputs
+
     def press(self, verb: str, what: int | None = None) -> None:
         self.calls.append((verb, what))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
@@ -57,7 +60,7 @@ def _buttons(box: Any) -> dict[str, Any]:
 
 
 def _running(box: Any) -> list[Any]:
-    return [button for name, button in _buttons(box).items() if name.startswith(("Retry", "Undo"))]
+    return [button for name, button in _buttons(box).items() if name.startswith(("Fix it", "Retry", "Undo"))]
 
 
 def _off(box: Any) -> list[str]:
@@ -94,18 +97,17 @@ def _built(doctor: Recorder, case: Case | None = None, **kwargs: Any) -> Any:
 def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
     box = _built(Recorder())
     assert list(_buttons(box)) == [
-        "Retry best",
-        "Undo",
-        *("Retry with 1", "Show diff 1", "Retry with 2", "Retry with 3", "Show diff 3"),
+        *("Fix it", "Show change", "Other fixes (2)", "Undo"),
+        *("Retry with 2", "Retry with 3", "Show change 3"),
     ]
 
 
 def test_each_button_says_what_is_to_be_done() -> None:
     doctor = Recorder()
     buttons = _buttons(_built(doctor))
-    for name in ("Retry with 1", "Retry best", "Retry with 3"):
+    for name in ("Fix it", "Retry with 3"):
         buttons[name].click()
-    assert doctor.calls == [("fix", 1), ("retry", None), ("fix", 3)]
+    assert doctor.calls == [("retry", None), ("fix", 3)]
 
 
 def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
@@ -122,7 +124,7 @@ def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
     doctor = Recorder()
     box = _built(doctor)
-    _buttons(box)["Retry best"].click()
+    _buttons(box)["Fix it"].click()
     assert doctor.enabled_during == [[]]
     assert _off(box) == ["Undo"]
 
@@ -132,7 +134,7 @@ def test_buttons_are_on_again_after_a_failure(error: BaseException) -> None:
     doctor = Recorder(error)
     box = _built(doctor)
     with contextlib.suppress(KeyboardInterrupt):  # ipywidgets logs an error of a callback, and lets an interrupt pass
-        _buttons(box)["Retry best"].click()
+        _buttons(box)["Fix it"].click()
     assert doctor.calls == [("retry", None)]
     assert _off(box) == ["Undo"]
 
@@ -144,23 +146,23 @@ def test_a_press_during_a_run_does_nothing() -> None:
             _buttons(self.box)["Undo"].click()
 
     doctor = Nested()
-    _buttons(_built(doctor))["Retry best"].click()
+    _buttons(_built(doctor))["Fix it"].click()
     assert doctor.calls == [("retry", None)]
 
 
 def test_the_diff_is_shown_and_hidden_without_a_run() -> None:
     doctor = Recorder()
     box = _built(doctor)
-    button = _buttons(box)["Show diff 1"]
-    assert "<pre" not in _text(box)
+    button = _buttons(box)["Show change"]
+    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 3)
+    assert part.layout.display == "none"
     button.click()
-    assert button.description == "Hide diff 1"
+    assert button.description == "Hide change"
     assert "+    for micro in batch.split(16):" in _text(box)
     assert "%oomdoctor fix 1 --insert" in _text(box)
-    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 3)
     assert part.layout.display == ""
     button.click()
-    assert (part.layout.display, button.description) == ("none", "Show diff 1")
+    assert (part.layout.display, button.description) == ("none", "Show change")
     assert doctor.calls == []
 
 
@@ -175,12 +177,24 @@ def test_the_setting_of_what_is_done_by_itself_can_be_chosen() -> None:
 
 
 def test_what_a_retry_puts_out_stands_below_the_buttons() -> None:
-    """And above all fixes, which may be many."""
-    box = _built(Recorder())
-    head, output, *fixes = box.children
-    assert "Retry best" in _buttons(head)
+    """Where the notebook keeps it as well."""
+    doctor = Recorder()
+    box = _built(doctor)
+    head, *_, output = box.children
+    assert "Fix it" in _buttons(head)
     assert isinstance(output, ipywidgets.Output)
-    assert len(fixes) == 3
+    output.outputs = ({"output_type": "stream", "name": "stdout", "text": "steps 2"},)
+    assert doctor.kept == output.outputs
+
+
+def test_the_other_fixes_are_folded_away() -> None:
+    box = _built(Recorder())
+    button = _buttons(box)["Other fixes (2)"]
+    part = next(one for one in box.children if "Retry with 2" in _buttons(one))
+    assert part.layout.display == "none"
+    button.click()
+    assert (part.layout.display, button.description) == ("", "Hide other fixes (2)")
+    assert "Fix it" not in _buttons(part)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -195,14 +209,15 @@ def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
     doctor = Recorder(heals=cases.MICRO_BATCH)
     box = _built(doctor)
     buttons = _buttons(box)
-    buttons["Retry with 1"].click()
-    assert _off(box) == ["Retry best", "Retry with 1", "Retry with 2", "Retry with 3"]
-    assert [name for name, one in buttons.items() if one.button_style == "primary"] == ["Show diff 1"]
-    assert "✓ in place" in _row(box, 1)
+    buttons["Fix it"].click()
+    assert _off(box) == ["Fix it", "Retry with 2", "Retry with 3"]
+    assert [name for name, one in buttons.items() if one.button_style == "primary"] == ["Show change"]
+    assert "✓ in place: " in _text(box.children[0])
     assert "in place" not in _row(box, 3)
+    assert buttons["Undo"].layout.display == ""
     buttons["Undo"].click()
     assert _off(box) == ["Undo"]
-    assert _primary(box) == ["Retry best"]
+    assert _primary(box) == ["Fix it"]
     assert "in place" not in _text(box)
     assert "Healed" not in _text(box), "it is healed no more"
 
@@ -242,24 +257,26 @@ def test_the_dose_that_healed_the_cell_is_the_one_that_is_shown() -> None:
         heals=replace(cases.MICRO_BATCH, dose=Dose.of(micro_batch=8), patch=Refused("no diff of this one"))
     )
     box = _built(doctor)
-    _buttons(box)["Show diff 1"].click()
-    _buttons(box)["Retry with 1"].click()
-    assert "(micro_batch=8)" in _row(box, 1), "a stronger one than was asked for"
+    _buttons(box)["Show change"].click()
+    _buttons(box)["Fix it"].click()
+    assert "(micro_batch=8)" in _text(box.children[0]), "a stronger one than was asked for"
     assert "no diff of this one" in _text(box), "an open diff is that of the dose"
 
 
 def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
-    buttons = _buttons(_built(Recorder(), cases.nothing_fits()))
-    assert buttons["Retry best"].disabled
-    assert buttons["Retry best"].tooltip == "No change that keeps the result was forecast to fit"
+    box = _built(Recorder(), cases.nothing_fits())
+    buttons = _buttons(box)
+    assert buttons["Fix it"].disabled
+    assert buttons["Fix it"].tooltip == "No change that keeps the result was forecast to fit"
+    assert buttons["Fix it"].tooltip in _text(box.children[0])
     assert not buttons["Retry with 1"].disabled
 
 
 def test_what_a_retry_would_do_is_what_the_caller_says() -> None:
     why = Retry(why="other processes hold the device")
-    button = _buttons(_built(Recorder(), retry=why))["Retry best"]
+    button = _buttons(_built(Recorder(), retry=why))["Fix it"]
     assert (button.disabled, button.tooltip) == (True, "other processes hold the device")
-    second = _buttons(_built(Recorder(), retry=Retry(chosen=(cases.CHECKPOINT,))))["Retry best"]
+    second = _buttons(_built(Recorder(), retry=Retry(chosen=(cases.CHECKPOINT,))))["Fix it"]
     assert (second.disabled, second.tooltip) == (False, "Run the cell again with fix 2, which is not certain to fit")
 
 
@@ -268,27 +285,27 @@ def test_forecasts_that_come_later_fill_in() -> None:
     made = panel.build(cases.pending(), doctor)
     assert made is not None
     doctor.box = made.box
-    assert list(_buttons(made.box)) == ["Retry best", "Undo"], "numbers may still change"
-    assert not _buttons(made.box)["Retry best"].disabled
+    assert list(_buttons(made.box)) == ["Fix it", "Settings", "Undo"], "numbers may still change"
+    assert not _buttons(made.box)["Fix it"].disabled
     assert "Forecasts are being made" in _text(made.box)
     made.update(cases.nothing_fits())
     assert "Forecasts are being made" not in _text(made.box)
     assert "Retry with 1" in _buttons(made.box)
-    assert _buttons(made.box)["Retry best"].disabled
+    assert _buttons(made.box)["Fix it"].disabled
 
 
 def test_a_cell_that_awaits_is_retried_by_typing() -> None:
     box = _built(Recorder(), typed=True)
-    assert list(_buttons(box)) == ["Undo", "Show diff 1", "Show diff 3"]
+    assert list(_buttons(box)) == ["Show change", "Other fixes (2)", "Undo", "Show change 3"]
     assert "%oomdoctor retry" in _text(box)
-    for number in (1, 2, 3):
+    for number in (2, 3):
         assert f">%oomdoctor fix {number}<" in _text(box)
 
 
 def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> None:
     box = _built(Recorder())
-    for number in (1, 3):
-        _buttons(box)[f"Show diff {number}"].click()
+    for name in ("Show change", "Show change 3"):
+        _buttons(box)[name].click()
     kinds = (ipywidgets.Button, ipywidgets.Dropdown)
     names = [widget.description for widget in _of(box, kinds)]
     assert all(names)
@@ -301,7 +318,7 @@ def test_hostile_names_stay_text() -> None:
     case = cases.hostile()
     twice = replace(case, plan=replace(case.plan, candidates=case.plan.candidates * 2))
     box = _built(Recorder(), twice, retry=Retry(why=cases.HOSTILE))
-    _buttons(box)["Show diff 1"].click()
+    _buttons(box)["Show change 1"].click()
     text = _text(box)
     assert "<img" not in text
     assert "&lt;img" in text
@@ -311,7 +328,7 @@ def test_hostile_names_stay_text() -> None:
     assert not any("<" in label for label in labels), "ipywidgets 7 takes descriptions for HTML"
 
 
-def test_where_no_kernel_runs_a_sentence_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_kernel_runs_nothing_is_seen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     made = panel.build(cases.offered(), Recorder())
@@ -319,7 +336,7 @@ def test_where_no_kernel_runs_a_sentence_stands_in_its_place(monkeypatch: pytest
     made.display()
     if hasattr(made.box, "_repr_mimebundle_"):
         (data,) = shown
-        assert data["text/plain"].startswith("The controls are not saved")
+        assert (data["text/plain"], data["text/html"]) == ("", "")
         assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == made.box.model_id
     else:
         assert shown == [made.box]
