@@ -229,15 +229,15 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
     words = [word for word in words if word not in asked]
     named = " ".join(words) or "1"  # two fixes together have an id of several words
     candidates = case.plan.candidates
-    accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
+    accepted = ", ".join(f"{number} ({one.fix})" for number, one in enumerate(candidates, 1)) or "none"
     for number, candidate in enumerate(candidates, 1):
         if named in (str(number), candidate.fix, candidate.label):
             if candidate.refuted is not None:
                 raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
             return case, _at_dose(extension, case, candidate, asked) if asked else candidate
     if len(words) > 1:
-        raise UsageError(f"one fix at a time, not {shown(named)}: {accepted}")
-    raise UsageError(f"there is no fix {shown(named)}: {accepted}")
+        raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
+    raise UsageError(f"unknown fix {shown(named)}. Available: {accepted}")
 
 
 def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:

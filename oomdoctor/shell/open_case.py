@@ -85,7 +85,7 @@ def undo(extension: Extension) -> str:
     extension.changed = dict(opened.changed)
     if extension.shown is not None:
         extension.shown.tell_end(taken_back)
-    return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+    return f"Undone: {fixes}. Everything is as before the cell ran{_except(lost)}"
 
 
 def why_not_retried(extension: Extension, outcome: Outcome) -> str:

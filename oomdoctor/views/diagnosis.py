@@ -176,7 +176,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
         *apart(bar),
         *held.blocks("What holds it", folded=True),
-        *given(Fold("How the memory goes", (course,)) if course else None),
+        *given(Fold("Memory over time", (course,)) if course else None),
         *(_REASONS, causes(case.findings)),
         *(Head(_CHANGES), *priced.blocks()),
         *apart(*(Line(sentence, "muted") for sentence in missing(device))),

@@ -148,7 +148,7 @@ def test_refusals_are_folded() -> None:
     assert page.index("chunked_forward") > page.index("<details")
 
 
-@pytest.mark.parametrize("title", ["What holds it", "How the memory goes", "Considered and refused"])
+@pytest.mark.parametrize("title", ["What holds it", "Memory over time", "Considered and refused"])
 def test_details_are_folded(title: str) -> None:
     page = _case(cases.nothing_fits())
     assert re.search(rf"<details[^>]*>\s*<summary[^>]*>{title}</summary>", page)

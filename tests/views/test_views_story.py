@@ -200,7 +200,7 @@ def test_the_number_the_bar_and_the_verdict_are_of_one_quantity(
 def test_what_the_unchanged_cell_needs_is_what_its_verdict_goes_by() -> None:
     priced = prices(Plan(unchanged=cases.forecast(7.0, reserved=8.2)))
     assert priced.unchanged == (
-        "Unchanged, this cell needs ≈ 8.20 GiB (reserved) of 8.00 GiB: ✗ too large, ≈ 7.00 GiB in tensors "
+        "As written, this cell needs ≈ 8.20 GiB (reserved) of 8.00 GiB: ✗ too large, ≈ 7.00 GiB in tensors "
         "(dry run, ± 3 %)."
     )
 
@@ -300,7 +300,7 @@ def test_the_basis_of_a_forecast_is_told_to_its_end() -> None:
 
 def test_a_cell_that_fits_needs_no_change() -> None:
     priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
-    assert priced.unchanged == "Unchanged, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
+    assert priced.unchanged == "As written, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
     assert priced.unfixed == "No change is needed."
     assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
 
@@ -366,7 +366,7 @@ def test_a_fix_that_is_not_in_the_plan_is_named_all_the_same() -> None:
 def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
     least = cases.forecast(9.5, basis="held and asked for", error_ratio=0.3, refused="the cell opens a file.")
     assert prices(Plan(unchanged=least)).unchanged == (
-        "Unchanged, this cell needs ≈ 9.50 GiB (allocated) of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
+        "As written, this cell needs ≈ 9.50 GiB (allocated) of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
         "No better forecast: the cell opens a file."
     )
     own = replace(least, refused="the changed cell opens two files.")
@@ -376,7 +376,7 @@ def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
 
 def test_what_was_not_priced_yet_is_not_called_impossible() -> None:
     priced = prices(Plan(unchanged=Forecast(basis="not priced yet")))
-    assert priced.unchanged == "Unchanged, this cell has no forecast: not priced yet."
+    assert priced.unchanged == "As written, this cell has no forecast: not priced yet."
     assert priced.unfixed is None
 
 
