@@ -27,7 +27,7 @@ from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
 from oomdoctor.shell.open_case import undo as take_back
 from oomdoctor.shell.outputs import one_line
-from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.showing import Shown, retry_of
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -131,6 +131,14 @@ def diff(extension: Extension, words: list[str]) -> None:
 def undo(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
     print(take_back(extension))
+
+
+def why(_extension: Extension, _words: list[str]) -> None:
+    """`%oomdoctor why`: the whole diagnosis of the last failure: its causes, what holds the memory, and all fixes."""
+    from oomdoctor.views import whole
+
+    case = _case()
+    print(whole(case, retry_of(case)), end="")
 
 
 def cases(_extension: Extension, _words: list[str]) -> None:
@@ -279,7 +287,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, config, help_)
 }
 
 
@@ -330,6 +338,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, cases, rules, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, rules, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

@@ -128,4 +128,4 @@ def _why_not_undone(case: Case | None, passed: str) -> str:
 
 def _except(lost: Iterable[str]) -> str:
     told = "; ".join(lost)
-    return f", except: {told}" if told else ", all of it"
+    return f", except: {told}" if told else ""

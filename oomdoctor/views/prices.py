@@ -51,8 +51,12 @@ class Prices:
         if self.fixes:
             yield Fixes(self.fixes)
         if self.refusals:
-            rows = (Text.assemble((fix, "path"), ": ", prose(reason)) for fix, reason in self.refusals)
-            yield Fold("Considered and refused", (Items(tuple(rows), most=_MOST_REFUSALS),))
+            alike: dict[str, list[str]] = {}
+            for fix, reason in self.refusals:
+                alike.setdefault(reason, []).append(fix)
+            rows = (Text.assemble((", ".join(ids), "path"), ": ", prose(reason)) for reason, ids in alike.items())
+            number = labels.count(len(self.refusals), "fix", "fixes")
+            yield Fold("Considered and refused", (Items(tuple(rows), most=_MOST_REFUSALS),), aside=number)
 
     def without_commands(self) -> Prices:
         """Return it for where no command can be typed, or would apply to something else."""

@@ -168,7 +168,7 @@ def test_a_fix_that_cannot_be_written_says_so_in_one_line(shell: InteractiveShel
     ("line", "told"),
     [
         ("fix 1 --insert --anyway", "--insert runs nothing"),
-        ("fix 99 --insert", "there is no fix '99'"),
+        ("fix 99 --insert", "unknown fix '99'"),
         ("fix 1 2 --insert", "one fix at a time"),
         ("fix 1 --insrt", "one fix at a time, not '1 --insrt'"),
     ],
@@ -226,9 +226,7 @@ def test_undo_of_a_healed_case_says_that_all_went_back(shell: InteractiveShell) 
     said(shell, "%oomdoctor fix 1")
     assert shell.user_ns["progress"].steps > 2
     label = case.plan.candidates[0].label
-    assert said(shell, "%oomdoctor undo") == (
-        f"{label} was taken back; the state is that from before the cell, all of it\n"
-    )
+    assert said(shell, "%oomdoctor undo") == f"Undone: {label}. Everything is as before the cell ran\n"
     assert shell.user_ns["progress"].steps == 0
     outcome = known().outcome
     assert (outcome.kind, outcome.state, outcome.fixes) == (OutcomeKind.OFFERED, State.RESTORED, ())
@@ -258,7 +256,7 @@ def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
     said(shell, "%oomdoctor fix 1 --anyway")
     assert known().outcome.kind is OutcomeKind.HEALED
     told = said(shell, "%oomdoctor undo")
-    assert "the state is that from before the cell, except: `raw` was written in place" in told
+    assert "Everything is as before the cell ran, except: `raw` was written in place" in told
     assert "`open('out', 'w')` cannot be taken back" in told
     assert known().outcome.state is State.UNVERIFIED
     assert shell.user_ns["progress"].steps == 0
@@ -304,7 +302,7 @@ def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
         assert differing(before, state_digests(shell.user_ns)) == []
         assert known().outcome.kind is OutcomeKind.HEALED
     else:
-        assert "was taken back" in told
+        assert "Undone: " in told
 
 
 # The same failure once more -----------------------------------------------------------------------------------------
