@@ -73,7 +73,7 @@ def test_every_text_stands_out_from_what_is_behind_it(diagnosed, theme):
         assert not faint, faint
 
 
-@pytest.mark.parametrize("part", [".oomdoctor", ".oomdoctor-panel"])
+@pytest.mark.parametrize("part", [".jp-OutputArea section", ".oomdoctor-panel"])
 def test_axe_finds_no_fault(diagnosed, part):
     """The checks of axe-core for people who see little, use no mouse, or have the page read to them."""
     page = unfolded(diagnosed)
