@@ -3,7 +3,7 @@
 ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu`` packs every tensor that an operation saves. Plain copies come back
 with the same strides, so the same kernels run on the same numbers. Through page-locked memory the copies run beside the
 computation, but tensors come back contiguous; a kernel for another layout may round differently, so that dose promises
-results equal up to rounding. In the source, the ``with`` stands around the statement of the cell that was running:
+same results up to rounding. In the source, the ``with`` stands around the statement of the cell that was running:
 whatever that calls, and however it trains. What the operations themselves need at a moment stays on the device.
 
 ``offload_optimizer_state``: Adam's two moments take twice the memory of the parameters, through every forward and

@@ -66,7 +66,7 @@ def largest_batch(
     if forecast.peak is None:
         return Refused("the cell could not be forecast")
     if forecast.budget is None:
-        return Refused("it is not known how much memory there is for it")
+        return Refused("the available memory is unknown")
     if forecast.at_least:
         return Refused("more may be needed than the forecast saw, so that no batch is known to fit")
     now = batches.now(session.cells, evidence)

@@ -156,7 +156,7 @@ def bring_back(tracker: DeviceTracker, held: Held, prepare: Callable[[], None]) 
         with _as_on_the_device(tracker, held):
             prepare()
     except Exception as error:
-        raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
+        raise ForecastError(f"the start of the cell could not be restored: {one_sentence(error)}") from error
     gc.collect()
     ledger = tracker.ledger
     gone = {event[1] for event in ledger.events if event[0] == "free"}

@@ -115,7 +115,7 @@ def bring_back(
         try:
             prepare()
         except Exception as error:
-            raise ForecastError(f"the start of the cell could not be brought back: {one_sentence(error)}") from error
+            raise ForecastError(f"the start of the cell could not be restored: {one_sentence(error)}") from error
     keep_one_thread()  # the start of the cell may have brought others back
     gc.unfreeze()
     gc.collect()

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _VERDICTS: Final = (Verdict.FITS, Verdict.BORDERLINE, Verdict.UNKNOWN, Verdict.TOO_LARGE)
 _EFFECTS: Final = tuple(Effect)
-PENDING: Final = "its dry run has not ended yet"
-_ENOUGH: Final = "a change that keeps the results was seen to fit before"
+PENDING: Final = "its dry run is still running"
+_ENOUGH: Final = "a fix that keeps the results fits already"
 _SEEN: Final = 0.95
 """A dry run that needs less than this share of what was held and asked for has not seen what fills the memory."""
 _UNCHANGED_UNSEEN: Final = 0.3
@@ -344,7 +344,7 @@ class Planner:
             with suppress(ForecastError):
                 asked = allocator_settings(self._session.accelerator).least_asked(asked)
         return Forecast(
-            basis="held and asked for when it failed: the least that it needs",
+            basis="lower bound: held plus requested when it failed",
             budget=self._budget,
             peak=None if isinstance(allocated, Unavailable) else allocated + asked,
             at_least=True,

@@ -93,7 +93,7 @@ class Planning:
             self._finish()
         yield self.plan
 
-    def cancel(self, why: str = "the forecasts were broken off") -> None:
+    def cancel(self, why: str = "the forecasts were skipped") -> None:
         """Forecast nothing more; what has no forecast yet keeps its estimate."""
         if self._copy is not None:
             self._copy.end()

@@ -47,16 +47,16 @@ def beyond_cure(case: Case) -> str | None:
     if why is not None:
         return why
     if _is_held_by_others(case) and not any(was_seen_to_fit(one) for one in case.plan.candidates):
-        return "other processes hold the device, and no change was forecast to fit into what they leave"
+        return "other processes use the device; no fix fits into what they leave free"
     return None
 
 
 _BEYOND_CURE: Final[dict[str, str]] = {
-    "onednn_create": "oneDNN makes no new primitive in this thread any more, until the kernel is restarted",
-    Family.CUDA_INIT: "there was no room for this process on the device at all, which no change of the cell makes",
-    Family.WORKER_KILLED: "a worker process died, and no change of the cell is known to have kept it alive",
-    Family.RANK_KILLED: "another process was killed, and no change of the cell brings it back",
-    Family.KERNEL_KILLED: "a kernel was killed, and no change of the cell brings it back",
+    "onednn_create": "oneDNN creates no primitives in this thread until the kernel restarts",
+    Family.CUDA_INIT: "the device had no room for this process; no fix of the cell changes that",
+    Family.WORKER_KILLED: "a worker process died, and no fix is known to prevent it",
+    Family.RANK_KILLED: "another process was killed; no fix of the cell brings it back",
+    Family.KERNEL_KILLED: "the kernel was killed; no fix of the cell brings it back",
 }
 
 

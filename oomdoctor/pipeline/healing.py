@@ -293,15 +293,15 @@ class Checks:
             self._known[choice.fix], ways = (trial, written[0]), chain([written], ways)
         trial, way = self._known[choice.fix]
         if not drops and trial.draws:
-            self.told = "not tried: it draws other random numbers, beside which nothing can be compared"
+            self.told = "not checked: it draws different random numbers, so results cannot be compared"
             return choice
         basis = trial.basis if drops else f"{trial.basis} without dropout"
         if trial.same is False:
-            self.unfit[choice.fix] = why = f"tried on {basis}, the change does not keep the results: {trial.why}"
+            self.unfit[choice.fix] = why = f"tried on {basis}, results differ: {trial.why}"
             return Refused(why)
         if trial.same is None:
             self.told = f"not tried: {trial.why}"
-            why = f"whether it keeps the results could not be tried: {trial.why}"
+            why = f"results could not be checked: {trial.why}"
             return Refused(why) if self.by_itself else choice
         others = ", ".join(f"`{name}`" for name in trial.beside)
         self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")

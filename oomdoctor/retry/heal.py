@@ -84,7 +84,7 @@ async def heal(
         if choice.fix in log.unfit:
             continue
         if choice.label in log.failed:
-            log.why = log.why if log.tried else "memory ran out before with all that could be tried"
+            log.why = log.why if log.tried else "every fix that could be tried has run out of memory before"
             continue
         if log.ran_out == most_attempts:
             break
@@ -154,7 +154,7 @@ class _Log:
     started_s: float = field(default_factory=time.monotonic)
     tried: list[str] = field(default_factory=list)
     ran_out: int = 0
-    why: str = "there was no change to try"
+    why: str = "there was no fix to try"
     error: BaseException | None = None
 
     @property
@@ -188,7 +188,7 @@ class _Log:
         """Put the state of the cell's start back, and return the outcome."""
         missing = dict.fromkeys((*self.transaction.losses(), *self.transaction.settle(), *self.transaction.doubts()))
         gone = [f"`{name}`" for name in self.made[:_NAMED]] + ["more"] * (len(self.made) > _NAMED)
-        told = [f"what the cell itself had made before it failed is gone: {', '.join(gone)}"] if gone else []
+        told = [f"what the cell had made before it failed is gone: {', '.join(gone)}"] if gone else []
         return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *told, *missing]))
 
     def outcome(self, kind: OutcomeKind, state: State, why: str, peak: int | None = None) -> Outcome:

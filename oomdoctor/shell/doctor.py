@@ -41,7 +41,7 @@ from oomdoctor.shell.showing import Filling, Shown, may_fill_in
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
 
-LOADED_LATE: Final = "oomdoctor was loaded by this very cell, so the state at its start is not known: run it again"
+LOADED_LATE: Final = "oomdoctor was loaded in this cell, so its starting state is unknown: run the cell again"
 
 
 def ran_in(where: str) -> str:
@@ -179,9 +179,9 @@ def _observe(extension: Extension, failure: BaseException, result: Any, run: Cel
     case, session = _observed(extension, failure, number, run.source, is_kept=is_kept)
     case = _of_cell(case, number, run.source)
     if (line := runs_apart(run.source)) is not None:
-        script = "the script has a namespace of its own, in which nothing is changed from outside"
+        script = "the script runs in its own namespace"
         hint = "`oomdoctor run` heals a script, `%run -i` lets it share the names of the notebook"
-        why = f"`{line}` cannot be run with a change in place: {script}; {hint}"
+        why = f"`{line}` cannot be retried with a fix: {script}; {hint}"
         return pipeline.record(pipeline.refused(case, why))
     if run.transaction is not None:
         kept = failure if extension.config.keep_frames else None
@@ -215,7 +215,7 @@ def _observed(
 def _by_message(extension: Extension, failure: BaseException) -> Case:
     """Return the case of a failure that could not be looked at."""
     extension.close()
-    why = "the memory could not be looked at, so nothing is known of a change that would fit"
+    why = "memory could not be inspected, so no fix was looked for"
     known = filenames(extension.shell, extension.shell.execution_count)
     return pipeline.record(pipeline.by_message(failure, known, why))
 

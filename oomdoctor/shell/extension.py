@@ -195,7 +195,9 @@ class Extension:
                 if not await heal(self, request, result, cell):
                     self.tracebacks.send_held()
             else:
-                print("oomdoctor: a retry needs a cell of its own, because it goes back in time", file=sys.stderr)
+                print(
+                    "oomdoctor: a retry needs a cell of its own, because it restores an earlier state", file=sys.stderr
+                )
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source, self.to_run = self.to_run, ""

@@ -115,7 +115,7 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        why = pipeline.beyond_cure(case) or "no fix that keeps the result is likely to fit"
+        why = pipeline.beyond_cure(case) or "no fix that keeps the results is likely to fit"
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
     extension.request = Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
@@ -205,7 +205,7 @@ def _release(extension: Extension, fix_id: str) -> None:
         with chosen.apply(session, Dose()):
             pass
     freed = before - held()
-    print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to let go of")
+    print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to free")
 
 
 def shown(*words: str) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from oomdoctor.views.displayed import Planned
 
 
-USAGE: Final = """Forecast the cell below without running it: what it needs, where that fits, and what to change.
+USAGE: Final = """Forecast the cell below without running it: peak memory, where it fits, and what to change.
 
     %%memplan [--run] [--device-memory SIZE] [--device D] [--json [PATH]]
 
@@ -108,11 +108,11 @@ def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
     from oomdoctor.views.labels import about, clean
 
     if forecast.peak is None:
-        return f"it has no forecast: {clean(forecast.refused or '')}"
+        return f"no forecast: {clean(forecast.refused or '')}"
     if is_of_card(forecast):
-        return "it asks for a device that this machine lacks"
+        return "this machine has no such device"
     if forecast.budget is None:
-        return "it is not known how much memory there is for it"
+        return "the available memory is unknown"
     if verdict is Verdict.FITS:
         return None
     need = max(forecast.peak, forecast.reserved or 0)

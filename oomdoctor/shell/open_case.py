@@ -59,7 +59,7 @@ def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch)
         print(f"first change {', '.join(one.name for one in files)} as the diff above says, and import it again")
     if case.outcome.kind is OutcomeKind.HEALED:
         healers = ", ".join(case.outcome.fixes)
-        print(f"to run it now would be to run it a second time: it was run with {healers} when it was healed")
+        print(f"running it now runs it a second time: the healed run used {healers} when it was healed")
 
 
 def undo(extension: Extension) -> str:
@@ -101,8 +101,8 @@ def why_not_retried(extension: Extension, outcome: Outcome) -> str:
     if extension.passed:
         return f"{extension.passed}: run it again"
     if not extension.config.snapshot:
-        return "OomDoctor.snapshot is off, so nothing was kept of the state before it: switch it on and run it again"
-    return outcome.why or "of the state before it nothing is kept in this shell: run it again"
+        return "OomDoctor.snapshot is off, so no state was saved: turn it on and run the cell again"
+    return outcome.why or "the state before it was not kept: run it again"
 
 
 def _why_not_undone(case: Case | None, passed: str) -> str:
@@ -116,10 +116,10 @@ def _why_not_undone(case: Case | None, passed: str) -> str:
     outcome, cell = case.outcome, case.incident.cell
     what = "the cell" if cell is None or cell.number is None else f"In[{cell.number}]"
     if outcome.kind is OutcomeKind.HEALED:
-        return f"{what} can no longer be undone: {passed or 'of the state before it nothing is kept in this shell'}"
+        return f"{what} can no longer be undone: {passed or 'the state before it was not kept'}"
     if outcome.attempts:
         lost = [outcome.why] if outcome.state is State.UNVERIFIED else []
-        before = f"its changes were undone at once, and the state is that from before it{_except(lost)}"
+        before = f"its changes were undone, and everything is as before it ran{_except(lost)}"
         return f"there is nothing to undo: {what} was not healed, {before}"
     why = f": {outcome.why}" if outcome.why else ""
     return f"there is nothing to undo: no change of {what} is in place{why}"

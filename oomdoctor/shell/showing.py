@@ -204,7 +204,7 @@ class _Doctor:
     def gone(self) -> str:
         case = self._case()
         if case is None:
-            return "another cell has failed since, so run this one again"
+            return "another cell has failed since: run this one again"
         if self._extension.open is not None or self._extension.healed is not None:
             return ""
         return why_not_retried(self._extension, case.outcome)

@@ -68,7 +68,7 @@ def compare(
         drops: whether dropout drops anything, which differs between a batch and its parts.
     """
     if not hasattr(os, "fork"):
-        return Trial(same=None, why="this system cannot copy a process")
+        return Trial(same=None, why="this system cannot fork")
     rows = max((few for few in _ROWS if few < _ROWS_OF_PART * parts), default=_ROWS[0])
 
     in_loop = asyncio._get_running_loop() is not None  # which a copy of the process is not told
@@ -82,7 +82,7 @@ def compare(
                 copies.put_in_place()
             prepare()
         except Exception as error:  # noqa: BLE001  border to what restores the user's objects
-            failed = Trial(same=None, why=f"the start of the cell could not be brought back: {one_sentence(error)}")
+            failed = Trial(same=None, why=f"the start of the cell could not be restored: {one_sentence(error)}")
             return json.dumps(asdict(failed))
         bound_memory()
         keep_one_thread()

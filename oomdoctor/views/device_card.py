@@ -96,7 +96,7 @@ def _headline(device: DeviceMemory, census: Census | None, models: Sequence[Mode
 def _most(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts]) -> Iterator[tuple[int, str]]:
     """Yield bytes and words of the largest part of what is in use, and of the largest role where that is another."""
     if census is not None:
-        unheld = "has no holder that was found"
+        unheld = "has no known holder"
         held = [
             (size, unheld if role is Role.UNEXPLAINED else f"is {largest_role(census, role, models)}")
             for role, size in census.roles

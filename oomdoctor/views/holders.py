@@ -321,7 +321,7 @@ def _accounted(census: Census) -> str | None:
     # What has no holder is never rounded away.
     shown = labels.percent(min(ratio, 0.999) if rest else ratio, 1)
     whole = f"({format_size(census.found)} of {format_size(census.allocated)})"
-    unexplained = f"no holder was found for {format_size(rest)}" if rest else "nothing is unexplained"
+    unexplained = f"no holder found for {format_size(rest)}" if rest else "nothing is unexplained"
     return f"Accounted for {shown} of allocated {whole}; {unexplained}."
 
 

@@ -58,8 +58,8 @@ KINDS: Final = {
 ROLES: Final = {role: KINDS[role.value].label for role in Role if role.value in KINDS}
 
 EFFECTS: Final = {
-    Effect.EXACT: ("exact", "bit-identical results"),
-    Effect.EQUIVALENT: ("equivalent", "results equal up to rounding"),
+    Effect.EXACT: ("exact", "identical results"),
+    Effect.EQUIVALENT: ("equivalent", "same results up to rounding"),
     Effect.CHANGES_RESULT: ("changes results", "never applied automatically"),
     Effect.ADVICE: ("advice", "never applied for you"),
 }

@@ -130,7 +130,7 @@ class Panel:
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now."""
         retry, pending = retry or Retry.of(case.plan), case.plan.pending
-        self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are being made." if pending else ""
+        self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are running." if pending else ""
         self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
         self._why.value = "" if pending else _told(part("inline", self._best.tooltip))
         budget = case.plan.unchanged.budget
@@ -211,7 +211,7 @@ def _best(case: Case, retry: Retry) -> str:
         first = retry.chosen[0]
         certain = "" if first.forecast.fits else ", which is not certain to fit"
         return f"Run the cell again with fix {case.plan.candidates.index(first) + 1}{certain}"
-    return retry.why or "No change that keeps the result was forecast to fit"
+    return retry.why or "No fix that keeps the results is forecast to fit"
 
 
 class Part:

@@ -102,11 +102,11 @@ def _unfixed(plan: Plan, *, fits: bool) -> str | None:
     """Return why there are no fixes, or none that are settled; None where the forecast of the cell says it already."""
     unchanged = plan.unchanged
     if plan.pending:
-        return "Forecasts are being made. The changes are shown when they are there."
+        return "Forecasts are running. Fixes appear when they are done."
     if plan.candidates or (unchanged.peak is None and unchanged.refused is None):
         return None
     is_enough = fits and unchanged.verdict is Verdict.FITS
-    return "No change is needed." if is_enough else "No fix was found that could be offered."
+    return "No change is needed." if is_enough else "No fix applies here."
 
 
 def _need(unchanged: Forecast) -> str:
@@ -263,11 +263,15 @@ def _title(case: Case) -> str:
     what = "The cell" if cell is None or cell.number is None else f"In[{cell.number}]"
     after = f"after {labels.count(outcome.attempts, 'attempt')}"
     changes = labels.count(len(outcome.fixes), "change")
-    start = "the state of its start is back" if outcome.state is State.RESTORED else "not all of its start is back"
+    start = (
+        "the state before it is restored"
+        if outcome.state is State.RESTORED
+        else "the state before it is only partly restored"
+    )
     return {
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
         OutcomeKind.HEALED: f"Healed: {what} ran to its end with {changes} in place, {after}.",
-        OutcomeKind.REFUSED: f"Not healed: no change kept its promise for {what}; {start}."
+        OutcomeKind.REFUSED: f"Not healed: no fix kept the results of {what}; {start}."
         if outcome.attempts or outcome.state is State.RESTORED
         else f"Not retried: {what} was left as it failed.",
         OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}; {start}.",
@@ -326,7 +330,7 @@ def _time(case: Case, forecast: Forecast | None) -> str:
     if case.outcome.elapsed_s is not None:
         parts.append(f"{case.outcome.elapsed_s:.1f} s")
     if forecast is not None and forecast.slowdown is not None:
-        parts.append(f"{slowdown(forecast)} the unchanged cell's time (forecast)")
+        parts.append(f"forecast: {_pace(forecast.slowdown)}")
     return "; ".join(parts)
 
 

@@ -324,7 +324,7 @@ def test_a_plan_can_be_broken_off_and_keeps_what_it_knows():
     planning = plan([SHRINKING], 70 * MIB, allocated=90 * MIB, make=Planning)
     planning.cancel()
     assert planning.over
-    assert planning.plan.unchanged.refused == "the forecasts were broken off"
+    assert planning.plan.unchanged.refused == "the forecasts were skipped"
     assert [one.forecast.basis for one in planning.plan.candidates] == ["a guess"]
     planning.cancel()
 

@@ -307,7 +307,7 @@ def test_what_ran_out_of_memory_before_is_not_tried_again() -> None:
     assert (outcome.kind, outcome.attempts, outcome.fixes) == (OutcomeKind.ROLLED_BACK, 1, ("trial 1",))
     outcome, error, namespace = outcome_of(sources, failed=failed)
     assert (outcome.kind, outcome.attempts) == (OutcomeKind.REFUSED, 0)
-    assert outcome.why == "memory ran out before with all that could be tried"
+    assert outcome.why == "every fix that could be tried has run out of memory before"
     assert error is None
     assert namespace["log"] == [0]
 
@@ -447,4 +447,4 @@ def test_what_the_failed_cell_had_made_is_told_to_be_gone_with_it() -> None:
     )  # fmt: skip
     assert (outcome.kind, outcome.state) == (OutcomeKind.ROLLED_BACK, State.RESTORED)
     assert "model" not in namespace
-    assert outcome.why.endswith("; what the cell itself had made before it failed is gone: `model`, `n`")
+    assert outcome.why.endswith("; what the cell had made before it failed is gone: `model`, `n`")

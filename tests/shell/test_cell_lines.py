@@ -137,4 +137,4 @@ def test_what_was_healed_before_a_reload_is_not_blamed_on_a_later_cell(
     run(shell, "%oomdoctor retry")
     run(shell, "%reload_ext oomdoctor")
     told = run(shell, "%oomdoctor undo")[1].stderr
-    assert told == "oomdoctor: In[4] can no longer be undone: of the state before it nothing is kept in this shell\n"
+    assert told == "oomdoctor: In[4] can no longer be undone: the state before it was not kept\n"

@@ -159,7 +159,7 @@ def test_an_earlier_traceback_is_let_go_of_without_a_case(loaded: Kernel) -> Non
     assert reply.stdout == "8.00 MiB of tensors freed; %debug and %tb no longer reach that failure\n"
     assert loaded.value(ALIVE) == [False]
     assert _lines(loaded, "traceback") == {}
-    assert loaded.run(line, ok=True).stdout == "there was no tensor to let go of\n"
+    assert loaded.run(line, ok=True).stdout == "there was no tensor to free\n"
     assert loaded.value(CASES) == 0
 
 

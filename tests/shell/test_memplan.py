@@ -226,14 +226,14 @@ def test_help_is_had_without_a_cell(ready: Kernel) -> None:
 
 def test_a_cell_for_a_device_that_is_lacked_is_not_run(ready: Kernel) -> None:
     reply = ready.run("%%memplan --run\ntorch.ones(8, device='cuda')", ok=True)
-    assert reply.stderr == "oomdoctor: not run: it asks for a device that this machine lacks\n"
+    assert reply.stderr == "oomdoctor: not run: this machine has no such device\n"
     assert "at line" not in _shown(reply)  # of one
 
 
 def test_a_cell_that_raises_has_no_forecast_and_is_not_run(ready: Kernel) -> None:
     reply = ready.run("%%memplan --run\nbound = 1\nraise ValueError('of the user')", ok=True)
     assert "the dry run of the cell stopped at line 2 with ValueError: of the user" in " ".join(_shown(reply).split())
-    assert reply.stderr.startswith("oomdoctor: not run: it has no forecast: the dry run of the cell stopped")
+    assert reply.stderr.startswith("oomdoctor: not run: no forecast: the dry run of the cell stopped")
     assert ready.value("'bound' in globals()") is False
 
 

@@ -301,7 +301,7 @@ def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
         r"not in place: \S+\(.*\) was tried, and did not heal the cell\n--- In", said(shell, "%oomdoctor diff")
     )
     told = said(shell, "%oomdoctor undo")
-    assert "was not healed, its changes were undone at once, and the state is that from before it, all of it" in told
+    assert "was not healed, its changes were undone, and everything is as before it ran, all of it" in told
 
 
 @pytest.mark.parametrize(("later", "moves_on"), [("metrics = {}", True), ("print(len(metrics))", False)])

@@ -126,7 +126,7 @@ def nowhere() -> MemPlan:
             place=Place(name="a device that this machine lacks", total=None, budget=None, source=""), forecast=found
         ),
         elsewhere=cards(found),
-        batch=Refused("it is not known how much memory there is for it"),
+        batch=Refused("the available memory is unknown"),
         elapsed_s=2.0,
     )
 

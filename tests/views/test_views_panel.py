@@ -272,7 +272,7 @@ def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
     box = _built(Recorder(), cases.nothing_fits())
     buttons = _buttons(box)
     assert buttons["Fix it"].disabled
-    assert buttons["Fix it"].tooltip == "No change that keeps the result was forecast to fit"
+    assert buttons["Fix it"].tooltip == "No fix that keeps the results is forecast to fit"
     assert buttons["Fix it"].tooltip in _text(box.children[0])
     assert not buttons["Retry with 1"].disabled
 

@@ -171,7 +171,7 @@ def test_estimates_are_marked_and_their_basis_is_named() -> None:
 def test_what_a_trial_has_not_shown_yet_is_to_be_checked() -> None:
     unchanged = cases.forecast(1 << 30)
     promised = fix_row(1, replace(cases.MICRO_BATCH, is_tried=True), unchanged).promise
-    assert promised == "results equal up to rounding, to be checked"
+    assert promised == "same results up to rounding, to be checked"
     told = replace(cases.MICRO_BATCH, is_tried=True, refuted="`model` differs")
     assert "checked" not in fix_row(1, told, unchanged).promise
     assert "checked" not in fix_row(1, replace(told, effect=Effect.CHANGES_RESULT, refuted=None), unchanged).promise
@@ -302,7 +302,7 @@ def test_a_cell_that_fits_needs_no_change() -> None:
     priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
     assert priced.unchanged == "As written, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
     assert priced.unfixed == "No change is needed."
-    assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix was found that could be offered."
+    assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix applies here."
 
 
 @pytest.mark.parametrize("peak", [0.0, 5.0])
@@ -311,7 +311,7 @@ def test_a_failure_without_a_size_is_not_said_to_fit(peak: float) -> None:
     priced = prices(plan, cases.incident(requested=None))
     told = "As written, this cell needs more than 8.00 GiB."
     assert priced.unchanged == told
-    assert priced.unfixed == "No fix was found that could be offered."
+    assert priced.unfixed == "No fix applies here."
     story = tell(replace(cases.offered(), incident=cases.incident(requested=None), plan=plan))
     assert told in [line.text for line in blocks(story, Line)]
     refused = replace(plan.unchanged, peak=0, refused="the cell failed.")
@@ -336,9 +336,7 @@ def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
     assert [row.path for row in held.rows][:2] == ["loss.grad_fn (encoder.layers)", "optimizer.state"]
     assert held.more == "and 2 smaller holders, 246 MiB in all"
     assert held.rows[0].share == "58 %"
-    assert held.accounted == (
-        "Accounted for 99.6 % of allocated (7.02 GiB of 7.05 GiB); no holder was found for 30.7 MiB."
-    )
+    assert held.accounted == ("Accounted for 99.6 % of allocated (7.02 GiB of 7.05 GiB); no holder found for 30.7 MiB.")
 
 
 def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
