@@ -279,7 +279,7 @@ class Graphs:
                 savers += [node] * (len(tensors) - count)
                 count = len(tensors)
             if depth < DEEPEST:
-                below = self.below[node] = node.next_functions
+                below = self.below[node] = _below(node)
                 todo += [(following, depth + 1) for following, _ in below if following is not None]
             else:
                 self.is_cut = True
@@ -304,6 +304,14 @@ class Graphs:
                 tensors += inside or _kept_for_recomputing(one)
                 if not inside:
                     self.packed[f"{module_of(type(held))}.{qualname_of(type(held))}"] += 1
+
+
+def _below(node: Any) -> tuple[tuple[Any, int], ...]:
+    try:
+        below: tuple[tuple[Any, int], ...] = node.next_functions
+    except RuntimeError:  # a ``ctx`` that outlives its graph: older versions of torch do not tell what it led to
+        return ()
+    return below
 
 
 def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
