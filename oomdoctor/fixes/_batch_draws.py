@@ -301,16 +301,14 @@ def _random_key() -> torch._C.DispatchKey | None:
 
     A dispatch mode that stays on costs some 10 µs for each operator. A key that falls through costs nothing: torch has
     one that no kernel of its own uses. It is for whoever includes it; what is registered stays. None where this torch
-    has no such key, or cannot have all operators fall through it.
+    has no such key.
     """
     try:
         key = torch._C._dispatch_key_parse(_KEY)
     except RuntimeError:
         return None
-    if not hasattr(torch.library.Library, "fallback"):
-        return None
     others, random = (torch.library.Library(home, "IMPL", _KEY) for home in ("_", "aten"))  # type: ignore[no-untyped-call]
-    others.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+    others.m.fallback_fallthrough(_KEY)  # type: ignore[union-attr]
     _registered.extend((others, random))
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.partition(".")
@@ -347,7 +345,7 @@ def _as_written() -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    frames = sys.modules["torch._dynamo.eval_frame"]
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
     begin: Any = frames.set_eval_frame  # what is compiled begins with it
     frames.set_eval_frame = lambda _callback: None
     try:

@@ -318,7 +318,7 @@ def registered(module: Any, register: str, own: dict[str, Any] | None = None) ->
         return ()
     if kind_of(type(table)) is not Kind.MAPPING:
         wrapped = plain_dict(table) or {}
-        modules = wrapped.get("_python_modules")  # an ``OrderedDict`` in older versions of torch
+        modules: Any = wrapped.get("_python_modules")  # an ``OrderedDict`` in older versions of torch
         if kind_of(type(modules)) is Kind.MAPPING:
             return list(dict.items(modules))
         in_c = sys.modules.get("torch._C")
