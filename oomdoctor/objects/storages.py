@@ -209,6 +209,7 @@ class Graphs:
 
     Attributes:
         is_cut: whether a graph was deeper than it was followed.
+        is_untold: whether nodes keep something of which this torch does not tell what it is, or whether it is freed.
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
         links: which graphs run into one that was walked before, each by its number, counted from 0.
         saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
@@ -220,6 +221,7 @@ class Graphs:
     packed: Counter[str] = field(default_factory=Counter)
     links: dict[int, set[int]] = field(default_factory=dict)
     is_cut: bool = False
+    is_untold: bool = False
     saved: list[torch.Tensor] = field(default_factory=list)
     savers: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
@@ -295,7 +297,10 @@ class Graphs:
         for one in saved if type(saved) is tuple else (saved,):
             try:
                 held = one.data
-            except (AttributeError, RuntimeError):
+            except AttributeError:  # a ``SavedTensor`` of an older version
+                self.is_untold = True
+                continue
+            except RuntimeError:
                 continue
             if type(held) is torch.Tensor or kind_of(type(held)) is Kind.TENSOR:
                 tensors.append(held)
