@@ -192,7 +192,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if frame.f_code.co_filename == _CHECKPOINTS:
                 if self._border is not None:
                     raise StateError(f"`{func}` draws in a region that the model itself recomputes")
-                is_again = frame.f_code.co_name not in ("checkpoint", "forward")
+                # The second is the first's body in newer versions of torch; the third is that of the reentrant form.
+                is_again = frame.f_code.co_name not in ("checkpoint", "_checkpoint_impl", "forward")
                 self._again += is_again
                 self._apart += not is_again and (torch.is_grad_enabled() or frame.f_code.co_name == "forward")
                 return
