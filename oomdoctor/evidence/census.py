@@ -461,6 +461,8 @@ class _Count:
             yield f"{self._fakes} fake or meta tensors stand for memory that they do not have"
         if self._graphs.is_cut:
             yield f"graphs were followed {DEEPEST:,} nodes deep and no further: freeing them would overflow the stack"
+        if self._graphs.is_untold:
+            yield "this torch does not tell what graphs hold: a line may free less than it says"
         if self._skips_graphs:
             yield "another thread is in a backward, so what graphs hold was not looked at"
         if self._walk.stopped:

@@ -192,7 +192,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if frame.f_code.co_filename == _CHECKPOINTS:
                 if self._border is not None:
                     raise StateError(f"`{func}` draws in a region that the model itself recomputes")
-                is_again = frame.f_code.co_name not in ("checkpoint", "forward")
+                # The second is the first's body in newer versions of torch; the third is that of the reentrant form.
+                is_again = frame.f_code.co_name not in ("checkpoint", "_checkpoint_impl", "forward")
                 self._again += is_again
                 self._apart += not is_again and (torch.is_grad_enabled() or frame.f_code.co_name == "forward")
                 return
@@ -308,7 +309,7 @@ def _random_key() -> torch._C.DispatchKey | None:
     except RuntimeError:
         return None
     others, random = (torch.library.Library(home, "IMPL", _KEY) for home in ("_", "aten"))  # type: ignore[no-untyped-call]
-    others.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+    others.m.fallback_fallthrough(_KEY)  # type: ignore[union-attr]
     _registered.extend((others, random))
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.partition(".")
@@ -341,8 +342,17 @@ def _as_written() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    if hasattr(torch.compiler, "set_stance"):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    begin: Any = frames.set_eval_frame  # what is compiled begins with it
+    frames.set_eval_frame = lambda _callback: None
+    try:
         yield
+    finally:
+        frames.set_eval_frame = begin
 
 
 @cache

@@ -74,7 +74,7 @@ def _register(tracker: DeviceTracker) -> None:
     """Put the rules on their key, once."""
     global _library, _fallback
     _fallback = _torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    _fallback.fallback(torch.library.fallthrough_kernel)  # operators without a rule are left as they are
+    _fallback.m.fallback_fallthrough("AutocastPrivateUse1")  # operators without a rule are left as they are
     _library = [_torch.library.Library(space, "IMPL") for space in ("aten",)]
     spaces = {"aten": _library[0]}
     for name, rule in rules().items():

@@ -35,7 +35,10 @@ from oomdoctor.sandbox.copies import one_sentence
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card
 
-_WORDS: Final = ("not linked with support for", "not compiled with", "without ATen_", "Found no NVIDIA driver")
+_WORDS: Final = (
+    *("not linked with support for", "not compiled with", "without ATen_", "Found no NVIDIA driver"),
+    "driver version is insufficient",  # CUDA's own, where there is none
+)
 """What torch says where there is no such device."""
 
 _CPU: Final = torch.device("cpu")
@@ -47,6 +50,7 @@ _QUERY = torch.ops.prim.device.default
 _Tensor: Any = torch.Tensor
 _Fake: Any = FakeTensor
 _Mode: Any = FakeTensorMode
+_Module: Any = fake_tensor
 _raw_to = torch.Tensor.to
 _raw_device: Any = torch._C.TensorBase.device
 
@@ -147,6 +151,7 @@ def _build_on_cpu(card: Card) -> None:
     _Fake.__torch_dispatch__ = classmethod(dispatched)
     _Fake._normalize_fake_device = staticmethod(card.resolve)
     _Mode.avoid_device_init = property(lambda _mode: True)  # else it would build literals on the device, for real
+    _Module.init_cuda_context = lambda: None  # the same in older versions of torch
 
 
 def _answer(args: Any) -> torch.device:

@@ -324,6 +324,10 @@ def counts_alone() -> tuple[int, int, int] | None:
         return _holders(args)
 
     try:
+        with _disable_current_modes(), torch.enable_grad():
+            # The engine starts its threads once, for devices that there are. Fakes pretend one where torch is built for
+            # CUDA (``ensureCUDADeviceGuardSet``), and after a fork a thread for it would be taken for lost.
+            torch.autograd.backward(torch.ones((), requires_grad=True).clone())
         with _disable_current_modes(), torch.enable_grad(), FakeTensorMode(), Watch():  # type: ignore[no-untyped-call]
             x = torch.empty(2, requires_grad=True)
             used = x * 1

@@ -318,8 +318,9 @@ def registered(module: Any, register: str, own: dict[str, Any] | None = None) ->
         return ()
     if kind_of(type(table)) is not Kind.MAPPING:
         wrapped = plain_dict(table) or {}
-        if type(wrapped.get("_python_modules")) is dict:
-            return list(wrapped["_python_modules"].items())
+        modules: Any = wrapped.get("_python_modules")  # an ``OrderedDict`` in older versions of torch
+        if kind_of(type(modules)) is Kind.MAPPING:
+            return list(dict.items(modules))
         in_c = sys.modules.get("torch._C")
         held = wrapped.get("_c")
         of_scripts = (getattr(in_c, name, None) for name in ("ParameterDict", "BufferDict", "ModuleDict"))

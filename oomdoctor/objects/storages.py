@@ -209,6 +209,7 @@ class Graphs:
 
     Attributes:
         is_cut: whether a graph was deeper than it was followed.
+        is_untold: whether nodes keep something of which this torch does not tell what it is, or whether it is freed.
         packed: how many saved tensors hooks had packed into something that holds no tensor, by the type of that.
         links: which graphs run into one that was walked before, each by its number, counted from 0.
         saved: every tensor saved for backward; ``savers``: the node that saved it, for each.
@@ -220,6 +221,7 @@ class Graphs:
     packed: Counter[str] = field(default_factory=Counter)
     links: dict[int, set[int]] = field(default_factory=dict)
     is_cut: bool = False
+    is_untold: bool = False
     saved: list[torch.Tensor] = field(default_factory=list)
     savers: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
@@ -279,7 +281,7 @@ class Graphs:
                 savers += [node] * (len(tensors) - count)
                 count = len(tensors)
             if depth < DEEPEST:
-                below = self.below[node] = node.next_functions
+                below = self.below[node] = _below(node)
                 todo += [(following, depth + 1) for following, _ in below if following is not None]
             else:
                 self.is_cut = True
@@ -295,7 +297,10 @@ class Graphs:
         for one in saved if type(saved) is tuple else (saved,):
             try:
                 held = one.data
-            except (AttributeError, RuntimeError):
+            except AttributeError:  # a ``SavedTensor`` of an older version
+                self.is_untold = True
+                continue
+            except RuntimeError:
                 continue
             if type(held) is torch.Tensor or kind_of(type(held)) is Kind.TENSOR:
                 tensors.append(held)
@@ -304,6 +309,14 @@ class Graphs:
                 tensors += inside or _kept_for_recomputing(one)
                 if not inside:
                     self.packed[f"{module_of(type(held))}.{qualname_of(type(held))}"] += 1
+
+
+def _below(node: Any) -> tuple[tuple[Any, int], ...]:
+    try:
+        below: tuple[tuple[Any, int], ...] = node.next_functions
+    except RuntimeError:  # a ``ctx`` that outlives its graph: older versions of torch do not tell what it led to
+        return ()
+    return below
 
 
 def _kept_for_recomputing(saved: Any) -> Iterator[Any]:

@@ -167,10 +167,15 @@ def _of_torch(torch: Any) -> list[Setting]:
     def default() -> Any:  # None where none was set. torch's own asking may initialise it.
         return getattr(_within("torch", "_GLOBAL_DEVICE_CONTEXT.device_context"), "device", None)
 
+    def set_default(device: Any) -> None:
+        torch.set_default_device(device)
+        if device is None:  # as where none was ever set: torch 2.4 fails where it is asked for one that was taken back
+            vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
     modes = Setting("modes of torch", partial(_Modes, torch), None, True)
     # The processor's, of this thread; torch does not tell it.
     denormal = Setting("denormal numbers", lambda: sys.float_info.min * _HALF == 0.0, torch.set_flush_denormal, True)
-    return [Setting("default device", default, torch.set_default_device, True), modes, denormal]
+    return [Setting("default device", default, set_default, True), modes, denormal]
 
 
 def _exotic(shell: Any) -> Iterator[Setting]:

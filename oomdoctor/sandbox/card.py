@@ -178,5 +178,6 @@ def mend_autograd(card: Card) -> None:
         byte = ctypes.c_ubyte.from_address(card.flag)
         if byte.value == 1:
             byte.value = 0
-    if torch._C._get_privateuse1_backend_name() == "privateuseone":
-        backend_registration._setup_privateuseone_for_python_backend(rename="oomdoctor_none")
+    register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)  # not in torch 2.4
+    if register is not None and torch._C._get_privateuse1_backend_name() == "privateuseone":
+        register(rename="oomdoctor_none")

@@ -302,5 +302,5 @@ def end_of(
 def _modes() -> Iterator[object]:
     """Yield the modes and settings of torch that results depend on."""
     yield from (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled())
-    yield from (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
+    yield from (torch.get_default_dtype(), torch.empty(0).device, torch.get_float32_matmul_precision())
     yield from (torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled())

@@ -79,7 +79,7 @@ class HostCopies:
         _kept.extend(self._storages)
         held = self._card.held or 0
         device_calls.replace(SimpleNamespace(live=held, peak=held), self._card)
-        if torch.get_default_device().type != "cpu":
+        if torch.empty(0).device.type != "cpu":
             torch.set_default_device("cpu")
         with torch.no_grad():
             for tensor in self._tensors:

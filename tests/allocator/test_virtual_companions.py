@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from capabilities import leads_operators, makes_subclasses, tells_compiled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,6 +90,7 @@ def test_a_subclass_counts_by_the_plain_tensors_inside(device):
     assert allocated(device) == before
 
 
+@makes_subclasses
 def test_a_subclass_without_operations_of_its_own_counts(device):
     class Named(torch.Tensor):
         pass
@@ -179,6 +181,7 @@ def fresh_dynamo():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("compiled_before", [False, True])
+@tells_compiled
 def test_compiled_functions_run_uncompiled_are_counted_and_said_to_be(backend, compiled_before):
     @torch.compile(backend=backend)
     def compiled(x):
@@ -201,6 +204,7 @@ def test_compiled_functions_run_uncompiled_are_counted_and_said_to_be(backend, c
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@tells_compiled
 def test_our_own_frames_are_never_compiled():
     graphs = []
 
@@ -306,6 +310,7 @@ def test_other_errors_pass_as_they_are(device):
         torch.ones("three")
 
 
+@leads_operators
 def test_higher_order_operators_run(device):
     result = torch.ops.higher_order.cond(torch.tensor(True), torch.sin, torch.cos, (torch.zeros(4),))
     assert result.tolist() == [0.0] * 4

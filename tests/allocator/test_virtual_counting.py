@@ -156,7 +156,8 @@ def test_sparse_results_count_their_parts(added):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch calls its CSR support a beta
         square = torch.eye(512).to_sparse_csr()
-    assert added() == 512 * 4 + 2 * 512 * 8 + 513 * 8 + 504  # values, all indices, row ends rounded up
+    indices = square.col_indices().untyped_storage().nbytes()  # all of them in newer versions, 2 * 512 * 8
+    assert added() == 512 * 4 + indices + 513 * 8 + 504  # values, indices, row ends rounded up
     del square
 
 

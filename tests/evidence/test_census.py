@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from capabilities import tells_saved
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -178,6 +179,7 @@ def test_a_storage_has_one_owner() -> None:
     assert sum(one.count for one in found.holdings if one.role is Role.PARAMETER) == 2
 
 
+@tells_saved
 def test_losses_kept_with_their_graph_are_one_range_with_the_line_that_frees_them() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     losses = [model(torch.randn(256, 64)).pow(2).sum() for _ in range(8)]
@@ -189,6 +191,7 @@ def test_losses_kept_with_their_graph_are_one_range_with_the_line_that_frees_the
     assert told.frees == "losses.append(loss.item())"
 
 
+@tells_saved
 def test_a_loss_left_by_a_step_is_kept_alive_until_its_backward() -> None:
     model = nn.Linear(64, 64)
     loss = model(torch.randn(32, 64)).exp().sum()
@@ -202,6 +205,7 @@ def test_a_loss_left_by_a_step_is_kept_alive_until_its_backward() -> None:
     assert holding(after, "loss").role is Role.ACTIVATION
 
 
+@tells_saved
 def test_what_a_call_returned_in_this_round_is_of_the_step_in_a_container_too() -> None:
     model = nn.Linear(64, 64)
     loss = model(torch.randn(32, 64)).exp().sum()
@@ -215,6 +219,7 @@ def test_what_a_call_returned_in_this_round_is_of_the_step_in_a_container_too() 
     assert taken(namespace).bytes_of(Role.GRAPH_KEPT_ALIVE) > 0
 
 
+@tells_saved
 def test_what_the_step_was_given_is_the_batch() -> None:
     model = nn.Linear(64, 64)
     data = big()
@@ -286,6 +291,7 @@ def test_a_decoders_cache_is_told_by_its_name() -> None:
     assert found.bytes_of(Role.KV_CACHE) == 9 * 4 * 4096
 
 
+@tells_saved
 def test_a_checkpoint_is_not_run_again_by_looking_and_is_told() -> None:
     calls = []
 
@@ -300,6 +306,7 @@ def test_a_checkpoint_is_not_run_again_by_looking_and_is_told() -> None:
     assert "torch.utils.checkpoint" in found.notes[0]
 
 
+@tells_saved
 def test_the_random_states_that_a_checkpoint_keeps_are_its_graphs() -> None:
     leaf = torch.randn(64, requires_grad=True)
     output = checkpoint(torch.sin, leaf, use_reentrant=False)
@@ -308,6 +315,7 @@ def test_the_random_states_that_a_checkpoint_keeps_are_its_graphs() -> None:
     assert held["output → graph"] == torch.get_rng_state().nbytes
 
 
+@tells_saved
 def test_the_graph_of_a_gradient_is_the_gradients() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     with warnings.catch_warnings():
@@ -344,6 +352,7 @@ def test_a_class_that_was_looked_at_is_let_go_of(source: str) -> None:
     assert cls() is None
 
 
+@tells_saved
 def test_what_a_hook_packs_out_of_sight_is_told() -> None:
     class Packed:
         pass
@@ -380,11 +389,14 @@ def test_a_dtensor_is_counted_by_its_local_shard() -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
     import torch.distributed as dist
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dtensor = pytest.importorskip("torch.distributed.tensor")
+    if not hasattr(dtensor, "Shard"):
+        pytest.skip("this torch has DTensor under a private name")
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        it = distribute_tensor(big(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        it = dtensor.distribute_tensor(big(), dtensor.init_device_mesh("cpu", (1,)), [dtensor.Shard(0)])
         assert sum(one.bytes for one in taken({"it": it}).holdings if one.path == "it") == 4 * 4096
     finally:
         dist.destroy_process_group()
@@ -634,6 +646,7 @@ def test_scripted_modules_are_looked_into() -> None:
     assert holding(found, "loaded._modules['1'].running_var").role is Role.BUFFER
 
 
+@tells_saved
 def test_parts_of_a_traced_module_have_the_paths_of_the_module() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -674,6 +687,7 @@ def test_the_one_record_among_many_that_holds_a_tensor_is_found() -> None:
     assert holding(taken({"rows": by_key}), "rows['key 4321']['x']['y'][1]").bytes == 4 * 4096
 
 
+@tells_saved
 def test_graphs_behind_a_large_container_are_found_though_each_tensor_shares_an_owned_storage() -> None:
     weight, data = torch.ones(64, 64, requires_grad=True), torch.ones(256, 64)
     curve, log = [], []

@@ -54,7 +54,8 @@ def dataset(getitem: str, init: str = "self.x = images", rest: str = "") -> str:
 def test_settings() -> None:
     train = DataLoader(DATA, shuffle=True, num_workers=2, prefetch_factor=5, persistent_workers=True)
     plain = DataLoader(DATA, batch_size=None, pin_memory=True, collate_fn=len)
-    spawned = DataLoader(DATA, num_workers=1, multiprocessing_context="spawn", in_order=False)
+    spawned = DataLoader(DATA, num_workers=1, multiprocessing_context="spawn")
+    spawned.in_order = False  # an argument from torch 2.6 on
     a, b, c = read(train=train, plain=plain, spawned=spawned)
     assert a == LoaderFacts(path="train", num_workers=2, prefetch=5, persistent=True, shuffles=True)
     assert (b.num_workers, b.prefetch, b.pin_memory, b.collates, b.shuffles) == (0, None, True, False, False)

@@ -47,7 +47,7 @@ def play(monkeypatch, **changes):
         if answer is None:
             monkeypatch.delattr(torch.cuda, name, raising=False)
         else:
-            monkeypatch.setattr(torch.cuda, name, answer)
+            monkeypatch.setattr(torch.cuda, name, answer, raising=False)  # older ones lack some
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False)
 
 
@@ -226,7 +226,7 @@ def test_a_counter_that_this_torch_lacks_is_named(monkeypatch):
 
 def test_a_device_in_an_error_state_still_gives_its_counts(monkeypatch):
     def refuse(index):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: an illegal memory access was encountered")
 
     play(monkeypatch, mem_get_info=refuse)
     reading = devices.of_name("cuda").read()
@@ -271,10 +271,10 @@ def test_xpu_is_read_in_its_own_words(monkeypatch):
     stats = {key: value for key, value in RECORDED["stats"][0].items() if "bytes.all" in key and "split" not in key}
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.xpu, "memory_stats", lambda index: stats)
-    monkeypatch.setattr(torch.xpu, "memory_snapshot", lambda mempool_id=None: RECORDED["segments"][:2])
-    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: (4 * GIB, 16 * GIB))
-    monkeypatch.setattr(torch.xpu, "get_per_process_memory_fraction", lambda index: 0.25)
+    monkeypatch.setattr(torch.xpu, "memory_stats", lambda index: stats, raising=False)
+    monkeypatch.setattr(torch.xpu, "memory_snapshot", lambda mempool_id=None: RECORDED["segments"][:2], raising=False)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: (4 * GIB, 16 * GIB), raising=False)
+    monkeypatch.setattr(torch.xpu, "get_per_process_memory_fraction", lambda index: 0.25, raising=False)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: properties)
     reading = devices.of_name("xpu").read()
     assert (reading.name, reading.total, reading.free, reading.cap) == ("xpu:0", 16 * GIB, 4 * GIB, 4 * GIB)
@@ -289,10 +289,10 @@ def test_xpu_is_read_in_its_own_words(monkeypatch):
 def metal(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True, raising=False)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 3 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4 * GIB)
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB, raising=False)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2", raising=False)
 
 
@@ -319,7 +319,7 @@ def test_apples_gpu_is_not_asked_before_it_has_begun(monkeypatch):
     def asked():
         raise AssertionError("this would make a handle of the device")
 
-    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: False)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: False, raising=False)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", asked)
     assert [device.name for device in devices.in_use()] == ["cpu"]
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from capabilities import tells_saved
 from test_census import big, holding, taken
 from torch import nn
 
@@ -68,6 +69,7 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize("many", [1, 300])
 @pytest.mark.parametrize("wrap", [lambda x: x.exp().sum(), lambda x: Doubled.apply(x.exp())], ids=["c++", "python"])
+@tells_saved
 def test_a_node_of_a_graph_leads_to_what_the_graph_holds(wrap: Any, many: int) -> None:
     weight = torch.ones(8, 8, requires_grad=True)
     nodes = [wrap(torch.ones(512, 8) @ weight).grad_fn for _ in range(many)]

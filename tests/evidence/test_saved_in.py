@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from capabilities import tells_saved
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,8 @@ from oomdoctor.model.memory import Census, DeviceMemory, Role
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.frames import frames_of
 from oomdoctor.objects.named import user_names
+
+pytestmark = tells_saved
 
 _UNKNOWN = Unavailable("not asked in this test")
 HOST = DeviceMemory(

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from capabilities import tells_saved
 from covering import each_value
 from truth_notebook import Moment, Notebook, judged, unwatched
 from truth_programs import GELU, MLP, PROGRAMS, TRANSFORMER
@@ -34,6 +35,7 @@ def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "moment"), each_value(PROGRAMS, Moment))
+@tells_saved
 def test_every_byte_has_an_owner_a_role_and_a_way_to_it(name: str, moment: Moment) -> None:
     seen = judged(PROGRAMS[name], moment)
     assert seen.faults() == []
@@ -41,6 +43,7 @@ def test_every_byte_has_an_owner_a_role_and_a_way_to_it(name: str, moment: Momen
     assert seen.live - seen.lost == pytest.approx(found, rel=0.01)
 
 
+@tells_saved
 def test_a_census_that_passes_over_the_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = judged(GELU, Moment.FAILED_FORWARD)
     monkeypatch.setattr(Graphs, "behind", lambda self, tensor, **_: None)
@@ -107,10 +110,12 @@ DISTORTIONS = (
 
 
 @pytest.mark.parametrize("distort", DISTORTIONS)
+@tells_saved
 def test_a_wrong_census_is_found_out(distort: Callable[[Census], Census]) -> None:
     assert judged(MLP, Moment.FAILED_BACKWARD, distort).faults()
 
 
+@tells_saved
 def test_a_real_failure_on_the_virtual_accelerator_is_accounted_for() -> None:
     cells = tuple(one.replace("randn(16, 48, 64)", "randn(256, 48, 64)") for one in TRANSFORMER.cells)
 

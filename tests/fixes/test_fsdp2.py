@@ -158,7 +158,8 @@ def test_a_model_that_keeps_its_name_is_not_bound_again() -> None:
         ({"kept": 0}, "the census found no parameters"),
     ],
 )
-def test_nothing_is_proposed_without_evidence(facts, why) -> None:
+def test_nothing_is_proposed_without_evidence(facts, why, monkeypatch) -> None:
+    monkeypatch.setattr(ddp_memory, "version", lambda name: "2.13.0")
     refused = propose(live.INCIDENT, evidence(**facts))
     assert isinstance(refused, Refused)
     assert why in refused.reason
@@ -166,6 +167,7 @@ def test_nothing_is_proposed_without_evidence(facts, why) -> None:
 
 def test_statistics_of_batches_and_old_versions_are_told(monkeypatch) -> None:
     model = live.model_facts(blocks=("module.blocks",), batch_norm=("module.norm",))
+    monkeypatch.setattr(ddp_memory, "version", lambda name: "2.13.0")
     (proposal,) = propose(live.INCIDENT, evidence(models=(model,)))
     assert proposal.caveat is not None
     assert "running statistics" in proposal.caveat

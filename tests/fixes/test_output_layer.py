@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from capabilities import TELLS_SHAPES, tells_shapes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,7 +76,7 @@ def compared(model: Any, logits_of: Callable[[Any, torch.Tensor], torch.Tensor],
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 7, "label_smoothing": 0.1}])
 def test_the_layer_is_taken_along(layers: list[Any], logits_of: Any, bias: bool, options: Any) -> None:
     compared(network(bias), logits_of, **options)
-    assert len(layers) == 1
+    assert len(layers) == TELLS_SHAPES
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_a_hook_gets_the_gradient_of_the_logits(layers: list[Any]) -> None:
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-8)
 
 
+@tells_shapes
 def test_a_hook_that_comes_later_is_told_of_what_it_misses() -> None:
     logits = network()(torch.ones(6, 8))
     loss = chunked_loss(F.cross_entropy, 2)(logits, torch.arange(6))
@@ -147,7 +149,7 @@ def test_under_autocast(layers: list[Any]) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             taken = loss(model(x), y)
         found.append(gradients(model, taken))
-    assert len(layers) == 1
+    assert len(layers) == TELLS_SHAPES
     for whole, chunked in zip(*found, strict=True):
         assert (chunked - whole).abs().max() <= 0.02 * whole.abs().max()
 
@@ -160,6 +162,7 @@ def test_without_a_graph_the_loss_is_the_same(context: Any) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(logits, torch.arange(6)))
 
 
+@tells_shapes
 def test_there_is_no_gradient_of_all_logits() -> None:
     rows, classes, peaks = 512, 4000, []
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, classes))

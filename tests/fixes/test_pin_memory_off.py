@@ -6,6 +6,7 @@ import live
 import loading
 import pytest
 import torch
+from capabilities import has_accelerator
 from loading import HOST, LOOP, MIB
 
 from oomdoctor import fixes
@@ -93,6 +94,7 @@ def test_other_ways_to_say_it(old: str, new: str) -> None:
     assert "pin_memory=False" in after or "None, None, 0, None, False)" in after
 
 
+@has_accelerator
 def test_the_same_batches_and_nothing_is_pinned(pins: list[int]) -> None:
     plain = loading.delivered(LOADERS, LOOP)
     assert sum(pins) == 2 * 32 * (8 * 4 + 8)

@@ -6,6 +6,7 @@ from typing import Any
 import live
 import loading
 import pytest
+from capabilities import loads_out_of_order
 from loading import HOST, LOADERS, LOOP, MIB
 
 from oomdoctor import fixes
@@ -101,7 +102,7 @@ def test_the_same_batches_bit_for_bit_also_where_workers_draw(first: str, loop: 
     ("new", "why"),
     [
         ("persistent_workers=True", "are kept between epochs"),
-        ("in_order=False", "in the order in which they are ready"),
+        pytest.param("in_order=False", "in the order in which they are ready", marks=loads_out_of_order),
         ("generator=torch.Generator()", "how far ahead batches are fetched"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from observed import facts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from traces import hooks_pack
 
 from oomdoctor import fixes, simulate
 from oomdoctor.model.evidence import Evidence
@@ -305,12 +306,12 @@ def test_what_a_closure_trains_stands_in_it_as_a_whole() -> None:
 def test_undoes_itself(raises) -> None:
     try:
         with apply(live.session(), PLAIN):
-            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+            assert hooks_pack()
             if raises:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert not hooks_pack()
 
 
 @pytest.mark.gpu

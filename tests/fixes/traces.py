@@ -147,6 +147,16 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
+def hooks_pack() -> bool:
+    """Return whether hooks pack what is saved for backward: one that has been packed takes no others."""
+    node = torch.ones(1, requires_grad=True).exp().grad_fn
+    try:
+        node._raw_saved_result.register_hooks(lambda saved: saved, lambda saved: saved)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _settings() -> Iterator[tuple[str, Any]]:
     """Yield what holds for the whole process."""
     yield "gradients", torch.is_grad_enabled()
@@ -156,7 +166,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "threads", torch.get_num_threads()
     yield "matmul precision", torch.get_float32_matmul_precision()
     yield "modes", (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack())
-    yield "saved-tensor hooks", torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    yield "saved-tensor hooks", not hooks_pack()
     yield "sharing strategy", torch.multiprocessing.get_sharing_strategy()
     yield "attention kernels", (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
     yield "environment", {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH", "CUDA"))}

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from capabilities import tells_saved
 from covering import each_value
 from forecast_lab import MICRO_BATCHED, TRAIN, cnn, forecast, mlp, namespace, nothing, session, transformer
 from torch import nn
@@ -168,6 +169,7 @@ def test_the_roles_are_those_of_a_census_of_the_real_run_at_that_line(forecasts,
     check_roles(forecasts[name], names(), "", cell(name))
 
 
+@tells_saved
 def test_the_graph_that_an_earlier_cell_keeps_has_its_role():
     ns, before, source = names(), "kept = model(data).sum()", f"torch.empty({PROBE // 4})"
     exec(before, ns)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from capabilities import no_default_device
 from torch import nn
 
 from oomdoctor.objects.leaves import state_digests
@@ -391,7 +392,7 @@ def settings_kept() -> Callable[[], None]:
         torch.set_autocast_dtype("cpu", into)
         torch.set_deterministic_debug_mode(strict)
         torch._C._set_mkldnn_enabled(fast)
-        torch.set_default_device(None)
+        no_default_device()
         hooks.clear()
         nn.Identity.forward, nn.functional.selu, builtins.ascii = patched  # type: ignore[method-assign]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from capabilities import keeps_weak_references, no_default_device
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
@@ -137,15 +138,18 @@ PUT_BACK = {
     "more settings of torch": (
         "",
         "torch.set_autocast_cache_enabled(False); torch.utils.deterministic.fill_uninitialized_memory = False\n"
-        "torch.backends.cudnn.allow_tf32 = False; torch.backends.mkldnn.deterministic = True\n"
+        "torch.backends.cudnn.allow_tf32 = False\n"
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False\n"
         "torch.set_warn_always(True); torch.backends.mha.set_fastpath_enabled(False)\n"
         "torch.autograd.set_multithreading_enabled(False); torch.__future__.set_swap_module_params_on_conversion(True)",
         "(torch.is_autocast_cache_enabled(), torch.utils.deterministic.fill_uninitialized_memory,\n"
-        "torch.backends.cudnn.allow_tf32, torch.backends.mkldnn.deterministic, torch.is_warn_always_enabled(),\n"
+        "torch.backends.cudnn.allow_tf32, torch.is_warn_always_enabled(),\n"
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,\n"
         "torch.backends.mha.get_fastpath_enabled(),\n"
         "torch._C._is_multithreading_enabled(), torch.__future__.get_swap_module_params_on_conversion())",
+    ),
+    "that oneDNN is deterministic": (
+        "", "torch.backends.mkldnn.deterministic = True", "torch.backends.mkldnn.deterministic",
     ),
     "the precision that is set for all of a backend": (
         "", "torch.set_float32_matmul_precision('medium')",
@@ -321,7 +325,7 @@ TOLD = {
         "torch.set_default_device('cpu')", "TorchFunctionMode().__enter__()", "the modes of torch were changed",
     ),
     "a mode of the dispatcher": (
-        "from torch._subclasses import FakeTensorMode", "FakeTensorMode().__enter__()",
+        "from torch._subclasses import FakeTensorMode; mode = FakeTensorMode()", "mode.__enter__()",
         "the modes of torch were changed, and are not put back",
     ),
 }  # fmt: skip
@@ -391,7 +395,7 @@ def begun(setup: str) -> Iterator[dict[str, Any]]:
             signal.signal(number, handler)
         decimal.setcontext(context)
         locale.setlocale(locale.LC_ALL, spoken)
-        torch.set_default_device(None)
+        no_default_device()
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         while torch._C._len_torch_dispatch_stack():
@@ -407,8 +411,19 @@ def failed(cell: str, namespace: dict[str, Any]) -> Transaction:
     return transaction
 
 
+def named(name: str) -> Any:
+    """Return a case with the mark that it is skipped where this torch lacks the setting."""
+    setting = {
+        "that oneDNN is deterministic": "deterministic",
+        "the precision that is set for all of a backend": "matmul",
+    }
+    lacks = name in setting and not hasattr(torch.backends.mkldnn, setting[name])
+    marks = [pytest.mark.skipif(lacks, reason="this torch has no such setting")]
+    return pytest.param(name, marks=[*marks, keeps_weak_references] if name == "a scripted module" else marks)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("name", PUT_BACK)
+@pytest.mark.parametrize("name", [named(name) for name in PUT_BACK])
 def test_it_is_put_back(name: str) -> None:
     setup, cell, shown = PUT_BACK[name]
     with begun(setup) as namespace:

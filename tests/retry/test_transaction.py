@@ -374,6 +374,8 @@ seen = steps(1, by=2)""",
 
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_an_iterator_that_had_not_begun_begins_again(kind: str) -> None:
+    if "iter(" in ITERATORS[kind] and torch.utils.data.BatchSampler.__iter__.__code__.co_cellvars:
+        pytest.skip("what goes through a loader of this torch cannot be begun again")
     data = "loader = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, shuffle=True)"
     cell = ("trainer; " if "trainer" in ITERATORS[kind] else "") + "taken = [str(next(seen)) for _ in range(2)]"
     namespace: dict[str, Any] = {"torch": torch, "__name__": "__main__"}

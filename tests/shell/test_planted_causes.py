@@ -7,8 +7,10 @@ for the next. The last case replaces the kernel's /dev/shm.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from capabilities import tells_saved
 from kernels import Kernel
 from planted import CASES, SETUP, Planted
 
@@ -35,7 +37,12 @@ def test_there_are_causes_enough() -> None:
     assert len({one.name for one in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("planted", CASES, ids=lambda one: one.name.replace(" ", "-"))
+def named(planted: Planted) -> Any:
+    marks = tells_saved if planted.name == "losses summed with their graphs" else ()
+    return pytest.param(planted, id=planted.name.replace(" ", "-"), marks=marks)
+
+
+@pytest.mark.parametrize("planted", [named(planted) for planted in CASES])
 def test_the_planted_cause_comes_first(planted: Planted, notebook: Kernel) -> None:
     notebook.run("%oomdoctor simulate off", ok=True)
     notebook.run("%reset -f", ok=True)
