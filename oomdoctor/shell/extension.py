@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +45,7 @@ from oomdoctor.shell.error_boundary import (
     source_begun_before,
 )
 from oomdoctor.shell.magics import register, unregister
+from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.open_case import OpenCase
 from oomdoctor.shell.showing import Shown
@@ -154,14 +156,19 @@ class Extension:
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
+        if watch := quietly(lambda: self._watch(raw_cell, transaction)):
+            kwargs = {**kwargs, **self._transformed(raw_cell)}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
         try:
-            result = await self._run_within(run, raw_cell, *args, **kwargs)
+            with watch or nullcontext():
+                result = await self._run_within(run, raw_cell, *args, **kwargs)
         finally:
             if transaction is not None:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
+        if watch is not None and result.success:
+            watch.tell()
         self.warming.note_end(raw_cell, failed=failure is not None)
         try:
             return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
@@ -225,15 +232,23 @@ class Extension:
 
     def _transformed(self, source: str) -> dict[str, Any]:
         """Return what the shell is to be told of a text besides the text itself."""
-        return {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
+        text = self.shell.transform_cell(measured(source) or source)
+        return {"transformed_cell": text, "preprocessing_exc_tuple": None}
+
+    def _watch(self, raw_cell: str, transaction: Any) -> PeakWatch | None:
+        """Return what measures a cell below ``%%mempeak``; None for another, and for one that IPython cannot read."""
+        if measured(raw_cell) is None:
+            return None
+        self._transformed(raw_cell)
+        return PeakWatch(self.shell, lambda: 0 if transaction is None else transaction.kept_bytes)
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
-        asked = quietly(lambda: planned(raw_cell))
+        asked = quietly(lambda: measured(raw_cell) or planned(raw_cell))
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
-        if asked is not None:
-            raw_cell, args, kwargs = asked, (), self._transformed(asked)
+        if asked is not None and (transformed := quietly(lambda: self._transformed(asked))) is not None:
+            raw_cell, args, kwargs = asked, (), transformed
         return self._awaited.original(raw_cell, *args, **kwargs)
 
     def _tend_filling(self, raw_cell: str) -> None:
