@@ -13,7 +13,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -127,6 +127,7 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        self.memreport.end_live()
         self.close()
         self.warming.end()
         if pipeline.simulated() is not None:
@@ -156,9 +157,11 @@ class Extension:
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
-        if watch := quietly(lambda: self._watch(raw_cell, transaction)):
-            kwargs = {**kwargs, **self._transformed(raw_cell)}
+        kept = partial(getattr, transaction, "kept_bytes", 0)
+        below = quietly(lambda: self._transformed(raw_cell)) if measured(raw_cell) is not None else None
+        watch, kwargs = PeakWatch(self.shell, kept) if below else None, {**kwargs, **(below or {})}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
+        before = quietly(self.memreport.reading)
         try:
             with watch or nullcontext():
                 result = await self._run_within(run, raw_cell, *args, **kwargs)
@@ -170,9 +173,15 @@ class Extension:
         if watch is not None and result.success:
             watch.tell()
         self.warming.note_end(raw_cell, failed=failure is not None)
+        is_run_again = failure is not None or self.request is not None
+        note = partial(quietly, partial(self.memreport.note, before, kept()))
+        if not is_run_again and not is_own(raw_cell):
+            note()
         try:
             return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
         finally:
+            if is_run_again:  # what counts is what the retry leaves
+                note()
             if failure is not None:
                 reserve.let_go()
                 self.borders.guarded("history", self.warming.begin_history)
@@ -234,13 +243,6 @@ class Extension:
         """Return what the shell is to be told of a text besides the text itself."""
         text = self.shell.transform_cell(measured(source) or source)
         return {"transformed_cell": text, "preprocessing_exc_tuple": None}
-
-    def _watch(self, raw_cell: str, transaction: Any) -> PeakWatch | None:
-        """Return what measures a cell below ``%%mempeak``; None for another, and for one that IPython cannot read."""
-        if measured(raw_cell) is None:
-            return None
-        self._transformed(raw_cell)
-        return PeakWatch(self.shell, lambda: 0 if transaction is None else transaction.kept_bytes)
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
