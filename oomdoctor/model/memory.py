@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
@@ -195,11 +196,17 @@ class Usage(NamedTuple):
         return self.name, self.switched_on
 
 
-class CellGrowth(NamedTuple):
-    """What each memory has more of after a cell than before it, or less (below zero), in bytes by its name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellGrowth:
+    """What each memory has more of after a cell than before it, or less (below zero).
+
+    Attributes:
+        number: of the cell, as in `In[7]`.
+        grown: bytes by the name of the memory: `cuda:0`, `cuda:0 (simulated)`, `host`.
+    """
 
     number: int
-    grown: dict[str, int]
+    grown: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

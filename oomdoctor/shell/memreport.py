@@ -97,7 +97,7 @@ class MemReport:
             name, switched_on = key
             if not switched_on or key in before:  # a simulated device begins with the tensors that are alive
                 grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
-        self._cells.append(CellGrowth(self.number, grown))
+        self._cells.append(CellGrowth(number=self.number, grown=grown))
 
     def end_live(self) -> None:
         """End the output that is refreshed, where there is one."""
@@ -159,7 +159,7 @@ class MemReport:
         if path is None:
             display(report_bundle(cells_table(self._cells)), raw=True)
             return
-        found = {"schema": jsonable.SCHEMA, "cells": [cell._asdict() for cell in self._cells]}
+        found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell in self._cells]}
         put(json.dumps(found, indent=1), path)
         if path != PRINTED:
             print(f"{one_line(path)}: the growth of each cell as JSON")
