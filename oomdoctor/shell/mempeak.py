@@ -47,6 +47,8 @@ after `torch.cuda.reset_peak_memory_stats()`. Where it told more before, that is
 _EVERY_S: Final = 0.002
 _NEAR: Final = 0.9
 """Share of the increment that a sample has to have seen for its line to be told as that of the peak."""
+_TOP_LEVEL: Final = ("<module>", "<cell line: ")
+"""What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
 _HEAD: Final = re.compile(r"((?:[ \t]*\n)*)%%mempeak[ \t]*\n(?!\s*(?:%%|\Z))")
 """What stands above a cell that is measured; one that begins with another cell magic is for IPython to run."""
 
@@ -183,7 +185,7 @@ class PeakWatch:
         """Return the line that the cell stands at; where it awaits, the one that was seen last."""
         frame, found = sys._current_frames().get(self._runs_on), None
         while frame is not None:
-            if frame.f_globals is self._globals and frame.f_code.co_name == "<module>":
+            if frame.f_globals is self._globals and frame.f_code.co_name.startswith(_TOP_LEVEL):
                 found = frame.f_lineno  # of the outermost: the cell itself
             frame = frame.f_back
         self._line = self._line if found is None else found

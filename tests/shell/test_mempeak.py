@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from kernels import Kernel
 
 from oomdoctor.shell.mempeak import _Peak, measured
@@ -149,6 +150,8 @@ def test_in_plain_ipython_without_torch_and_gone_once_unloaded() -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_the_peak_is_the_allocators_and_none_is_initialised(start_kernel: Callable[..., Kernel]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
     kernel = start_kernel()
     kernel.run("%load_ext oomdoctor\nimport torch", ok=True)
     assert kernel.run("%%mempeak\nx = 1", ok=True).stdout.startswith("host: ")
