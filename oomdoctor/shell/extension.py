@@ -171,7 +171,7 @@ class Extension:
         self._let_through(run, result)
         failure = run.take_failure()
         if watch is not None and result.success:
-            watch.tell()
+            self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
         is_run_again = failure is not None or self.request is not None
         note = partial(quietly, partial(self.memreport.note, before, kept()))

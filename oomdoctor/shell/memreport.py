@@ -185,7 +185,7 @@ class MemReport:
 
 def _check_alone(options: Any) -> None:
     """Refuse what ``--cells`` and ``--live`` do not go with."""
-    given = {f"--{name}" for name, value in vars(options).items() if value not in (None, False)}
+    given = {f"--{name}" for name, value in vars(options).items() if value is not None and value is not False}
     for option, beside in (("--live", set()), ("--cells", {"--json"})):
         if option in given and (others := sorted(given - beside - {option})):
             takes = f"{', '.join(beside)} alone" if beside else "no other option"

@@ -165,6 +165,7 @@ TYPED = {
     "%memreport --live 0": "--live: it needs seconds, 0.1 to 3600, or off, not '0'",
     "%memreport --live nan": "--live: it needs seconds, 0.1 to 3600, or off, not 'nan'",
     "%memreport --live on": "--live: it needs seconds, 0.1 to 3600, or off, not 'on'",
+    "%memreport --live off --top 3": "--live takes no other option beside it, not --top",
     "%memreport --live 1 --diff": "--live takes no other option beside it, not --diff",
     "%memreport --cells --top 3": "--cells takes --json alone beside it, not --top",
 }
