@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 COLAB := .venv-colab
-COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py) tests/views/test_views_panel.py
+COLAB_TESTS := $(addprefix tests/shell/test_,extension.py transparency.py mempeak.py cell_growth.py) tests/views/test_views_panel.py
 
 CUDA := .venv-cuda
 CUDA_PIP := $(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cuda.txt

@@ -143,6 +143,10 @@ def _documents() -> dict[str, Schema]:
             "growth",
         ),
         "Growth": _growth(),
+        "Cells": _object(
+            "`%memreport --cells --json`: what each of the last cells has left.",
+            {"schema": _SCHEMA, "cells": _described(_list(_ref("CellGrowth")), "in the order in which they ended")},
+        ),
         "MemPlan": _object(
             "`oomdoctor.plan(…).to_dict()`, `%%memplan --json`: what a cell or a call needs that was not run.",
             {

@@ -17,7 +17,7 @@ from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.allocator.tensor_storages import Ledger, storages_alive, storages_of
 from oomdoctor.errors import UsageError
-from oomdoctor.model.memory import DeviceMemory
+from oomdoctor.model.memory import DeviceMemory, Usage
 from oomdoctor.model.sizes import GIB, KIB, MIB
 
 if TYPE_CHECKING:
@@ -81,6 +81,21 @@ class VirtualAccelerator:
             basis="capacity of the virtual accelerator",
         )
         return memory if model.limit_bytes is None else replace(memory, cap=model.limit_bytes)
+
+    def usage(self) -> Usage:
+        """Return the counters as they were booked last: ``settle`` books what has died since."""
+        model = self.allocator
+        limit = self.capacity_bytes if model.limit_bytes is None else model.limit_bytes
+        name = f"{self.name} (simulated)"
+        return Usage(name, model.allocated, model.reserved, limit, self.number)
+
+    def peak(self) -> int:
+        """Return the high-water mark of what was allocated since it was last reset."""
+        return self.allocator.peak_allocated
+
+    def settle(self) -> None:
+        """Book every storage that has died. For the thread that the program runs in."""
+        self._ledger.settle()
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """Return what ``torch.cuda.memory_snapshot()`` returns of a device: segments with their blocks, no frames."""

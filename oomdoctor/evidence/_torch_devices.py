@@ -13,7 +13,7 @@ import torch
 
 from oomdoctor.evidence import driver
 from oomdoctor.evidence.driver import shares
-from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool
+from oomdoctor.model.memory import DeviceMemory, Measured, PrivatePool, Usage
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.sandbox.card import cublas_workspace_bytes
 
@@ -120,7 +120,7 @@ class TorchAccelerator:
 
     def read(self) -> DeviceMemory:
         """Return the device's memory by its allocator and its driver."""
-        counts = counters(self._call("memory_stats"), self._backend())
+        counts = self._counters()
         segments = self._snapshot()
         free, total = self._totals()
         card, label = self._card()
@@ -138,6 +138,21 @@ class TorchAccelerator:
             card=label,
             basis=self._basis(),
         )
+
+    def usage(self) -> Usage:
+        """Return the allocator's counters, and its limit as far as torch tells it without asking the driver."""
+        counts, total = self._counters(), self._capacity()
+        cap = self._cap(total)
+        limit = cap if isinstance(cap, int) else total
+        return Usage(self.name, counts["allocated"], counts["reserved"], limit)
+
+    def peak(self) -> Measured:
+        """Return the allocator's high-water mark: what ``torch.cuda.max_memory_allocated`` tells."""
+        found: Measured = self._counters()["peak_allocated"]
+        return found
+
+    def _counters(self) -> dict[str, Any]:
+        return counters(self._call("memory_stats"), self._backend())
 
     def holds(self, tensor: Any) -> bool:
         """Return whether the memory of ``tensor`` is on this device."""
@@ -181,8 +196,12 @@ class TorchAccelerator:
         found = self._call("mem_get_info")
         if not isinstance(found, Unavailable):
             return int(found[0]), int(found[1])
+        total = self._capacity()
+        return found, found if isinstance(total, Unavailable) else total
+
+    def _capacity(self) -> Measured:
         total = getattr(self._call("get_device_properties"), "total_memory", None)
-        return found, found if total is None else int(total)
+        return Unavailable(f"torch.{self.kind} does not tell it") if total is None else int(total)
 
     def _workspace_bytes(self) -> int:
         """Return how large a workspace of cuBLAS is, 0 where that is not known.

@@ -11,7 +11,7 @@ import torch
 from oomdoctor.evidence import driver
 from oomdoctor.evidence._torch_devices import TorchAccelerator, initialised, unused
 from oomdoctor.evidence.host import HostAccelerator
-from oomdoctor.model.memory import DeviceMemory, Measured
+from oomdoctor.model.memory import DeviceMemory, Measured, Usage
 from oomdoctor.model.session import Accelerator
 from oomdoctor.model.unavailable import Unavailable
 
@@ -44,6 +44,15 @@ class MetalAccelerator:
             card=f"{name() if name is not None else 'Apple GPU'}, macOS {platform.mac_ver()[0]}",
             basis="Metal's recommended working set, a part of the host's memory",
         )
+
+    def usage(self) -> Usage:
+        """Return what Metal counts."""
+        allocated, reserved = int(torch.mps.current_allocated_memory()), int(torch.mps.driver_allocated_memory())
+        return Usage(self.name, allocated, reserved, _recommended())
+
+    def peak(self) -> Measured:
+        """Say that there is none."""
+        return Unavailable("torch.mps keeps no high-water mark")
 
     def holds(self, tensor: Any) -> bool:
         """Return whether the memory of ``tensor`` is on this device."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from oomdoctor.model.unavailable import Unavailable
 
@@ -171,6 +172,41 @@ class DeviceMemory:
     workspaces: tuple[int, ...] = ()
     card: str | Unavailable = _NO_DRIVER
     basis: str = ""
+
+
+class Usage(NamedTuple):
+    """The counters of one memory, in bytes: cheap to read, and from any thread.
+
+    Attributes:
+        name: ``cuda:0``, ``cuda:0 (simulated)``, ``host``.
+        used: allocated on a device; on the host the resident set of this process.
+        reserved: segments held by the caching allocator; ``limit``: what this process may reserve.
+        switched_on: see ``DeviceMemory``.
+    """
+
+    name: str
+    used: Measured
+    reserved: Measured = _UNCOUNTED
+    limit: Measured = _UNCOUNTED
+    switched_on: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells this memory from others of this process."""
+        return self.name, self.switched_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellGrowth:
+    """What each memory has more of after a cell than before it, or less (below zero).
+
+    Attributes:
+        number: of the cell, as in `In[7]`.
+        grown: bytes by the name of the memory: `cuda:0`, `cuda:0 (simulated)`, `host`.
+    """
+
+    number: int
+    grown: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from oomdoctor.model.fix import Edit, Patch
-    from oomdoctor.model.memory import DeviceMemory
+    from oomdoctor.model.memory import DeviceMemory, Measured, Usage
 
 
 class Kind(Enum):
@@ -55,6 +55,12 @@ class Accelerator(Protocol):
 
     def read(self) -> DeviceMemory:
         """Return the memory as it stands, allocating nothing there."""
+
+    def usage(self) -> Usage:
+        """Return the counters alone: no list of blocks, no other process. Threads may ask for it."""
+
+    def peak(self) -> Measured:
+        """Return the high-water mark of what ``usage`` tells as used, in bytes."""
 
     def holds(self, tensor: Any) -> bool:
         """Return whether the memory of a plain tensor is on this device."""

@@ -15,6 +15,7 @@ from oomdoctor.pipeline.failure import by_message as by_message
 from oomdoctor.pipeline.failure import cases as cases
 from oomdoctor.pipeline.failure import diagnose as diagnose
 from oomdoctor.pipeline.failure import last_case as last_case
+from oomdoctor.pipeline.failure import memories as memories
 from oomdoctor.pipeline.failure import observe as observe
 from oomdoctor.pipeline.failure import open_session as open_session
 from oomdoctor.pipeline.failure import plan as plan

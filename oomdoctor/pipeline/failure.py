@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import fixes
@@ -107,6 +108,25 @@ def simulated() -> Any:
     """Return the virtual accelerator that is on, None if there is none. Nothing is loaded to find out."""
     virtual = sys.modules.get("oomdoctor.allocator.virtual")
     return None if virtual is None else virtual.active()
+
+
+def memories(*, beside: bool = False) -> tuple[Accelerator, ...]:
+    """Return the memories in use, the host last. A simulated device stands for the real one of its name.
+
+    Args:
+        beside: called by a thread beside the program: nothing is loaded and nothing is booked.
+    """
+    from oomdoctor.evidence.host import HostAccelerator
+
+    if "torch" in sys.modules and not beside:
+        import_module("oomdoctor.evidence.devices")
+    virtual, devices = simulated(), sys.modules.get("oomdoctor.evidence.devices")
+    found: tuple[Accelerator, ...] = (HostAccelerator(),) if devices is None else devices.in_use()
+    if virtual is None:
+        return found
+    if not beside:
+        virtual.settle()
+    return (virtual, *(one for one in found if one.name != virtual.name))
 
 
 _cases: list[Case] = []

@@ -19,10 +19,10 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Definition: TypeAlias = Function | ast.ClassDef
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
-_PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan"})
+_PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan", "mempeak"})
 """Cell magics whose body is Python, run in the user's namespace."""
 
-_PYTHON_LINES: Final = frozenset({"time", "prun", "memit"})
+_PYTHON_LINES: Final = frozenset({"time", "prun", "memit", "mempeak"})
 """Line magics whose argument is one Python statement, run in the user's namespace."""
 
 _ASSIGNED: Final = re.compile(r"(?P<target>[^\W\d][\w.,\[\]\"' ]*?)\s*=\s*[%!](?!=)")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +45,7 @@ from oomdoctor.shell.error_boundary import (
     source_begun_before,
 )
 from oomdoctor.shell.magics import register, unregister
+from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.open_case import OpenCase
 from oomdoctor.shell.showing import Shown
@@ -125,6 +127,7 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        self.memreport.end_live()
         self.close()
         self.warming.end()
         if pipeline.simulated() is not None:
@@ -154,18 +157,31 @@ class Extension:
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
+        kept = partial(getattr, transaction, "kept_bytes", 0)
+        below = quietly(lambda: self._transformed(raw_cell)) if measured(raw_cell) is not None else None
+        watch, kwargs = PeakWatch(self.shell, kept) if below else None, {**kwargs, **(below or {})}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
+        before = quietly(self.memreport.reading)
         try:
-            result = await self._run_within(run, raw_cell, *args, **kwargs)
+            with watch or nullcontext():
+                result = await self._run_within(run, raw_cell, *args, **kwargs)
         finally:
             if transaction is not None:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
+        if watch is not None and result.success:
+            self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
+        is_run_again = failure is not None or self.request is not None
+        note = partial(quietly, partial(self.memreport.note, before, kept()))
+        if not is_run_again and not is_own(raw_cell):
+            note()
         try:
             return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
         finally:
+            if is_run_again:  # what counts is what the retry leaves
+                note()
             if failure is not None:
                 reserve.let_go()
                 self.borders.guarded("history", self.warming.begin_history)
@@ -227,15 +243,16 @@ class Extension:
 
     def _transformed(self, source: str) -> dict[str, Any]:
         """Return what the shell is to be told of a text besides the text itself."""
-        return {"transformed_cell": self.shell.transform_cell(source), "preprocessing_exc_tuple": None}
+        text = self.shell.transform_cell(measured(source) or source)
+        return {"transformed_cell": text, "preprocessing_exc_tuple": None}
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
-        asked = quietly(lambda: planned(raw_cell))
+        asked = quietly(lambda: measured(raw_cell) or planned(raw_cell))
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
-        if asked is not None:
-            raw_cell, args, kwargs = asked, (), self._transformed(asked)
+        if asked is not None and (transformed := quietly(lambda: self._transformed(asked))) is not None:
+            raw_cell, args, kwargs = asked, (), transformed
         return self._awaited.original(raw_cell, *args, **kwargs)
 
     def _tend_filling(self, raw_cell: str) -> None:

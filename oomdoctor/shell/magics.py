@@ -1,4 +1,4 @@
-"""The magics ``%oomdoctor``, ``%memreport`` and ``%%memplan`` with the verbs of the first."""
+"""The magics ``%oomdoctor``, ``%memreport``, ``%%memplan`` and ``%%mempeak`` with the verbs of the first."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
+from oomdoctor.shell import mempeak as measuring
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.doctor import Request, plan
@@ -185,7 +186,7 @@ def help_(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
     for verb in VERBS.values():
         print(getdoc(verb))
-    for usage in (USAGE, planning.USAGE):
+    for usage in (USAGE, planning.USAGE, measuring.USAGE):
         what, _, how, *_ = usage.splitlines()
         print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
 
@@ -306,15 +307,20 @@ def register(extension: Extension) -> None:
         answer = partial(planning.answer, extension.shell, cell=cell, number=number, time_s=time_s)
         extension.to_run = _answered(lambda: answer(_split(line))) or ""
 
-    memreport.__doc__, memplan.__doc__ = USAGE, planning.USAGE
-    for magic, kind in ((oomdoctor, "line"), (memreport, "line"), (memplan, "line_cell")):
+    def mempeak(line: str, cell: str | None = None) -> None:
+        if (source := _answered(lambda: measuring.source_of(line, cell))) is not None:
+            measuring.run(extension.shell, source, extension.memreport.number)
+
+    memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
+    magics = ((oomdoctor, "line"), (memreport, "line"), (memplan, "line_cell"), (mempeak, "line_cell"))
+    for magic, kind in magics:
         extension.shell.register_magic_function(magic, magic_kind=kind, magic_name=magic.__name__)
 
 
 def unregister(extension: Extension) -> None:
     """Take the magics away again."""
     for magics in extension.shell.magics_manager.magics.values():
-        for name in ("oomdoctor", "memreport", "memplan"):
+        for name in ("oomdoctor", "memreport", "memplan", "mempeak"):
             magics.pop(name, None)
 
 

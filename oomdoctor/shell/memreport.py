@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import pipeline
+from oomdoctor.errors import UsageError
+from oomdoctor.model import jsonable
+from oomdoctor.model.memory import CellGrowth
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.frames import locals_of
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.cells import filenames as filenames_of
-from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, one_line, path, put
+from oomdoctor.shell.live_report import LiveReport
+from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, one_line, path, put, seconds
 
 if TYPE_CHECKING:
     from oomdoctor.views.displayed import Report
@@ -24,20 +30,36 @@ if TYPE_CHECKING:
 USAGE: Final = """Show what holds memory now, on each device and in the host's memory.
 
     %memreport [--device D] [--top N] [--diff] [--json [PATH]] [--html PATH] [--snapshot PATH]
+    %memreport --cells [--json [PATH]]
+    %memreport --live [SECONDS|off]
 
     --device D       one device alone, and the host's summary: cuda, cuda:1, cpu
     --top N          the N largest holders; above 10 also single weights, every limit and the page cache
     --diff           what grew since the last report, by role and by holder
     --json [PATH]    the evidence as JSON, printed where no path is given, and for -
     --html PATH      a page that opens offline
+    --cells          what each of the last 100 cells has left on each device and the host, the largest growth marked
+    --live [SECONDS] an output that tells what is in use, every second or so many, while cells run; off ends it
     --help           this text
     --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
 """
 
 _FILE: Final = {"type": path}
 _OPTIONS: Final = Options(
-    "%memreport", device={}, top={"type": number}, diff=FLAG, json=JSON, html=_FILE, snapshot=_FILE
+    "%memreport",
+    device={},
+    top={"type": number},
+    diff=FLAG,
+    json=JSON,
+    html=_FILE,
+    snapshot=_FILE,
+    cells=FLAG,
+    live={"nargs": "?", "const": 1.0, "type": seconds},
 )
+_MOST_CELLS: Final = 100
+
+Reading: TypeAlias = dict[tuple[str, int], int]
+"""What is in use of each memory at one moment, in bytes."""
 
 
 class MemReport:
@@ -53,6 +75,35 @@ class MemReport:
         self._shell = shell
         self._last: tuple[int, Report] | None = None
         self.number: int = shell.execution_count
+        self._cells: deque[CellGrowth] = deque(maxlen=_MOST_CELLS)
+        self._live: LiveReport | None = None
+
+    def reading(self) -> Reading:
+        """Return what is in use now. Without torch this takes some 20 us; no device is initialised."""
+        usages = [memory.usage() for memory in pipeline.memories()]
+        return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
+
+    def note(self, before: Reading | None, copies: int) -> None:
+        """Note what the cell that has run has left.
+
+        Args:
+            before: the reading when it began, None where there was none.
+            copies: bytes of host memory that are copies of ours, and no part of the program.
+        """
+        if before is None:
+            return
+        grown = {}
+        for key, used in self.reading().items():
+            name, switched_on = key
+            if not switched_on or key in before:  # a simulated device begins with the tensors that are alive
+                grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
+        self._cells.append(CellGrowth(number=self.number, grown=grown))
+
+    def end_live(self) -> None:
+        """End the output that is refreshed, where there is one."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.end()
 
     def answer(self, words: list[str]) -> None:
         """Report as ``words`` ask for.
@@ -69,6 +120,13 @@ class MemReport:
             print(USAGE, end="")
             return
         options = _OPTIONS.parse_args(words)
+        _check_alone(options)
+        if options.live is not None:
+            self._switch_live(options.live)
+            return
+        if options.cells:
+            self._tell_cells(options.json)
+            return
         number = self.number
         whole = self._collect(number, options)
         report = whole if options.device is None else whole.of(options.device)
@@ -83,6 +141,28 @@ class MemReport:
         if earlier is not None and options.diff:
             found["growth"] = report.diff(earlier[1]).to_dict()
         _write(options, page, json.dumps(found, indent=1))
+
+    def _switch_live(self, every_s: float) -> None:
+        """Begin an output that is refreshed, in the place of the one before; 0 ends that one alone."""
+        live = LiveReport(self._shell, every_s) if every_s else None
+        if live is None and self._live is None:
+            raise UsageError("--live off ends an output that is refreshed, and there is none")
+        self.end_live()
+        self._live = live
+
+    def _tell_cells(self, path: Path | None) -> None:
+        from IPython.display import display
+
+        from oomdoctor.views import report_bundle
+        from oomdoctor.views.memory_report import cells_table
+
+        if path is None:
+            display(report_bundle(cells_table(self._cells)), raw=True)
+            return
+        found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell in self._cells]}
+        put(json.dumps(found, indent=1), path)
+        if path != PRINTED:
+            print(f"{one_line(path)}: the growth of each cell as JSON")
 
     def _collect(self, number: int, options: Any) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
@@ -101,6 +181,15 @@ class MemReport:
             return NOTHING_YET
         number, before = earlier
         return growth_rows(before.whole, report.whole, f"the report of In[{number}]", top=top, only=report.only)
+
+
+def _check_alone(options: Any) -> None:
+    """Refuse what ``--cells`` and ``--live`` do not go with."""
+    given = {f"--{name}" for name, value in vars(options).items() if value is not None and value is not False}
+    for option, beside in (("--live", set()), ("--cells", {"--json"})):
+        if option in given and (others := sorted(given - beside - {option})):
+            takes = f"{', '.join(beside)} alone" if beside else "no other option"
+            raise UsageError(f"{option} takes {takes} beside it, not {', '.join(others)}")
 
 
 def _write(options: Any, page: str, shape: str) -> None:

@@ -12,6 +12,7 @@ HELP: Final = frozenset({"--help", "-h"})
 PRINTED: Final = Path("-")
 """In the place of a path: the output, as where ``--json`` has no path."""
 _MOST_DIGITS: Final = 9
+_LEAST_S, _MOST_S = 0.1, 3600.0
 
 
 class Options(argparse.ArgumentParser):
@@ -46,6 +47,18 @@ def number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and text.strip("0")) or len(text) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"it needs a number above zero, not {text[:_MOST_DIGITS]!r}")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return the seconds that were typed, 0 for ``off``."""
+    try:
+        found = 0.0 if text == "off" else float(text)
+    except ValueError:
+        found = -1.0
+    if text == "off" or _LEAST_S <= found <= _MOST_S:
+        return found
+    told = f"{_LEAST_S:g} to {_MOST_S:g}"
+    raise argparse.ArgumentTypeError(f"it needs seconds, {told}, or off, not {text[:_MOST_DIGITS]!r}")
 
 
 FLAG: Final[dict[str, Any]] = {"action": "store_true"}

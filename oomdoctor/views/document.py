@@ -80,7 +80,7 @@ class Items:
 class Table:
     """Rows of cells; how their columns look goes by what they are of."""
 
-    of: Literal["holders", "growth", "facts", "cards"]
+    of: Literal["holders", "growth", "facts", "cards", "cells"]
     rows: tuple[tuple[Inline, ...], ...]
 
 

@@ -11,12 +11,12 @@ from rich.text import Text
 from oomdoctor.errors import UsageError
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.memory import DeviceMemory, HostMemory
+from oomdoctor.model.memory import CellGrowth, DeviceMemory, HostMemory, Usage
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import labels
 from oomdoctor.views.device_card import Card, device_card
-from oomdoctor.views.document import Block, Document, Line, Section, Table, apart, prose
+from oomdoctor.views.document import Bar, Block, Document, Line, Section, Table, apart, prose
 from oomdoctor.views.growth import Change, DeviceGrowth, compare
 from oomdoctor.views.holders import TOP, WEIGHTS, one_per_group
 from oomdoctor.views.host_card import host_card
@@ -280,3 +280,43 @@ def _end(change: Change) -> str:
 def _name(device: DeviceGrowth) -> str:
     name = "host memory" if device.device == "cpu" else labels.clean(device.device, 40)
     return f"{name} (simulated)" if device.simulated else name
+
+
+def cells_table(cells: Sequence[CellGrowth]) -> Document:
+    """Return a row for each cell, with what each memory has grown by in it, and the largest growth marked."""
+    if not cells:
+        return (Line("No cell has ended since oomdoctor was loaded."),)
+    names = sorted({name for cell in cells for name in cell.grown}, key=lambda name: (name == "host", name))
+    largest = {name: max(cell.grown.get(name, 0) for cell in cells) for name in names}
+
+    def row(cell: CellGrowth) -> tuple[str | Text, ...]:
+        most = [name for name in names if cell.grown.get(name, 0) == largest[name] > 0]
+        figures = (_signed(cell.grown[name]) if name in cell.grown else "" for name in names)
+        return f"In[{cell.number}]", *figures, Text(f"most of {' and '.join(most)}" if most else "", "grew")
+
+    title = "What each cell has left: allocated on devices, and this process's resident memory on the host."
+    head = tuple(Text(word, "muted") for word in ("Cell", *names, ""))
+    return Line(title), Table("cells", (head, *map(row, cells)))
+
+
+def live(usages: Sequence[Usage], state: str) -> tuple[Line | Bar, ...]:
+    """Return a line and a bar for each memory, and what is to be said of the output itself.
+
+    Args:
+        usages: of the host, what is in use below its limit stands as reserved.
+    """
+    blocks: list[Line | Bar] = []
+    for usage in usages:
+        used, reserved, limit = (labels.known(size) for size in (usage.used, usage.reserved, usage.limit))
+        is_host, below = usage.name == "host", "" if limit is None else f" of {format_size(limit)}"
+        words = ("resident in this process", "in use") if is_host else ("allocated", "reserved")
+        figures = zip((used, reserved), words, strict=True)
+        told = [f"{format_size(size)} {word}" for size, word in figures if size is not None]
+        sentence = f"{labels.clean(usage.name, 40)}: {', '.join(told) or 'unknown'}{below}"
+        held, whole = used or 0, max(reserved or 0, used or 0)
+        rest = ("outside", "in use otherwise") if is_host else ("cached", "reserved, not in use")
+        pieces = [("process", words[0], held), (*rest, whole - held), ("free", "free", (limit or whole) - whole)]
+        blocks.append(Line(sentence))
+        if (bar := Bar.of(sentence, limit, pieces)) is not None:
+            blocks.append(replace(bar, budget=None, budget_ratio=None, is_slim=True))
+    return (*blocks, Line(state, "muted"))

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, TypedDict
 
 from oomdoctor.views import html, text
 from oomdoctor.views.diagnosis import answer, details, more, tell
+from oomdoctor.views.document import Bar, Line, prose
 from oomdoctor.views.prices import aftermath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from oomdoctor.model.case import Case
     from oomdoctor.views.diagnosis import Retry
@@ -86,6 +87,15 @@ def report_bundle(document: Document) -> dict[str, str]:
     return {"text/plain": shown, "text/html": html.render(document)}
 
 
+def live_bundle(document: Sequence[Line | Bar]) -> dict[str, str]:
+    """Return lines and bars by MIME type, for a thread beside the program.
+
+    Its text is not made by rich's console, which draws random numbers of the user's.
+    """
+    drawn = (text.draw(block, _BAR)[1] if isinstance(block, Bar) else prose(block.text) for block in document)
+    return {"text/plain": "\n".join(line.plain for line in drawn), "text/html": html.render(tuple(document))}
+
+
 def plain(document: Document) -> str:
     """Return ``document`` as text as wide as the standard output, without colours."""
     return fitted(text.render(document, width=looks(sys.stdout)["width"]), sys.stdout)
@@ -93,7 +103,7 @@ def plain(document: Document) -> str:
 
 _PICTURES: Final = ("image/png", "image/jpeg")
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_NARROWEST, _WIDEST, _LOG = 20, 120, 100
+_NARROWEST, _WIDEST, _LOG, _BAR = 20, 120, 100, 60
 _COLOURLESS: Final = ("", "dumb", "unknown")
 
 

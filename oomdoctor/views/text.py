@@ -193,6 +193,7 @@ class _Renderer:
             "growth": (_NUMBER, rest, {}),
             "facts": (_NUMBER, {"max_width": max(26, self._width // 3)}, rest),
             "cards": (whole, whole, whole, {"ratio": 1}),
+            "cells": (*[_NUMBER] * (len(table.rows[0]) - 1), rest),
         }[table.of]
 
     def _has_room(self, table: Table, wide: int) -> bool:

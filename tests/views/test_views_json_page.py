@@ -19,6 +19,9 @@ from cases import CASES, offered
 from jsonschema import Draft202012Validator
 
 import oomdoctor
+from oomdoctor.model import jsonable
+from oomdoctor.model.memory import CellGrowth
+from oomdoctor.model.sizes import MIB
 from oomdoctor.views.displayed import Report
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +136,12 @@ def test_every_part_has_its_section_and_every_key_its_row(tool: ModuleType) -> N
         assert [
             row for row in [*shown, *(f"`{word}`" for word in shape.get("enum", ()))] if row not in sections[name]
         ] == []
+
+
+def test_what_cells_have_left_has_the_shape(tool: ModuleType) -> None:
+    cell = CellGrowth(number=7, grown={"cuda:0": MIB, "host": -MIB})
+    assert faults(tool, "Cells", {"schema": 1, "cells": [jsonable.plain(cell)]}) == []
+    assert faults(tool, "Cells", {"schema": 1, "cells": [{"number": 7, "grown": {"host": None}}]})
 
 
 @pytest.mark.thorough
