@@ -86,7 +86,7 @@ def test_a_loop_that_was_not_running_is_not_changed(fix) -> None:
     after = replace(base, code=replace(base.code, loops=(replace(live.loop(2, 3), was_running=False),)))
     refused = fixes.get(fix).propose(live.INCIDENT, after)
     assert isinstance(refused, Refused)
-    assert refused.reason == "memory ran out when the training loop of line 3 of cell 2 was not running"
+    assert refused.reason == "the failure was outside the training loop (line 3 of cell 2)"
 
 
 def test_one_loop_of_several_that_was_running_is_enough() -> None:
@@ -112,7 +112,7 @@ def test_parts_are_not_written_into_a_loop_that_was_not_running() -> None:
     assert not isinstance(chunked_forward.propose(live.INCIDENT, after), Refused)
     refused = chunked_forward.patch(live.cells_of(EPOCH), after, Dose.of(chunks=2))
     assert isinstance(refused, Refused)
-    assert refused.reason == "memory ran out when the training loop of line 1 of cell 1 was not running"
+    assert refused.reason == "the failure was outside the training loop (line 1 of cell 1)"
 
 
 IN_DATA = replace(live.INCIDENT, framework_frame=None)

@@ -12,7 +12,7 @@ from kernels import Kernel
 from programs import BUDGET, DATA, MODEL, PARAMETERS, TRAIN
 
 LAST = "__import__('oomdoctor').last_case().to_dict()"
-PENDING = "Forecasts are being made"
+PENDING = "Forecasts are running"
 SLOW = "import time\n" + TRAIN.replace("    loss.backward()", "    loss.backward()\n    time.sleep(slow)")
 FEW = """\
 from oomdoctor import fixes

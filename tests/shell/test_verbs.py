@@ -404,11 +404,11 @@ _GPU: Final = (
 )
 INCURABLE: Final = {
     "a dead worker": ("DataLoader worker (pid 3) is killed by signal: Killed. ", "a worker process died"),
-    "oneDNN": ("could not create a primitive", "oneDNN makes no new primitive in this thread any more"),
+    "oneDNN": ("could not create a primitive", "oneDNN creates no primitives in this thread"),
     "another rank": ("process 1 terminated with signal SIGKILL", "another process was killed"),
     "other processes": (
         f"CUDA out of memory. Tried to allocate 16.00 MiB ({_GPU})",
-        "other processes hold the device",
+        "other processes use the device",
     ),
 }
 

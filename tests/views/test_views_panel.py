@@ -292,14 +292,14 @@ def test_forecasts_that_come_later_fill_in() -> None:
     doctor.box = made.box
     assert list(_buttons(made.box)) == ["Fix it", "Skip forecasts", "Settings", "Undo"], "numbers may still change"
     assert not _buttons(made.box)["Fix it"].disabled
-    assert "Forecasts are being made" in _text(made.box)
+    assert "Forecasts are running" in _text(made.box)
     made.show_progress(cases.offered().plan, 2.4)
     assert "Forecasts: 3 of 4 fixes, 2 s." in _text(made.box)
     assert "Best so far: " in _text(made.box)
     _buttons(made.box)["Skip forecasts"].click()
     assert doctor.is_skipped
     made.update(cases.nothing_fits())
-    assert "Forecasts are being made" not in _text(made.box)
+    assert "Forecasts are running" not in _text(made.box)
     assert "Retry with 1" in _buttons(made.box)
     assert _buttons(made.box)["Fix it"].disabled
 

@@ -416,10 +416,10 @@ def test_a_reason_that_is_said_of_the_cell_is_not_said_of_each_fix() -> None:
     unchanged = cases.forecast(None, refused=why)
     same, other = (
         fix_row(1, replace(cases.MICRO_BATCH, forecast=cases.forecast(None, refused=reason)), unchanged).notes
-        for reason in (why, "not priced within 10 s")
+        for reason in (why, "the exact forecast timed out after 10 s")
     )
     assert not any(why in note for note in same)
-    assert "No forecast: not priced within 10 s" in other
+    assert "No forecast: the exact forecast timed out after 10 s" in other
 
 
 def test_a_limit_of_this_process_is_not_told_as_the_machines_memory() -> None:
