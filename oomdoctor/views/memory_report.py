@@ -18,7 +18,8 @@ from oomdoctor.views import labels
 from oomdoctor.views.device_card import Card, device_card
 from oomdoctor.views.document import Block, Document, Line, Section, Table, apart, prose
 from oomdoctor.views.growth import Change, DeviceGrowth, compare
-from oomdoctor.views.holders import TOP, WEIGHTS, one_per_group
+from oomdoctor.views.holder_groups import WEIGHTS, one_per_group
+from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import host_card
 
 _HOST: Final = "cpu"
