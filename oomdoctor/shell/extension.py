@@ -163,6 +163,7 @@ class Extension:
         self._let_through(run, result)
         failure = run.take_failure()
         self.warming.note_end(raw_cell, failed=failure is not None)
+        quietly(self.memreport.note_end)  # torch may be half loaded
         try:
             return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
         finally:

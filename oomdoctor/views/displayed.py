@@ -86,9 +86,9 @@ class Report:
         found.only = found.evidence.device.name
         return found
 
-    def survey(self, *, top: int = TOP, growth: GrowthRows | None = None) -> Document:
+    def survey(self, *, top: int = TOP, growth: GrowthRows | None = None, history: Timeline | None = None) -> Document:
         """Return what is shown of it."""
-        return survey(self.evidence, top=top, growth=growth, absent=self.absent)
+        return survey(self.evidence, top=top, growth=growth, history=history, absent=self.absent)
 
     def diff(self, other: Report) -> Grown:
         """Return what grew between this report and ``other``, from the earlier to the later.

@@ -8,6 +8,7 @@ program has gone through ``labels.clean``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
@@ -212,6 +213,7 @@ class Timeline:
         by_role: what the points are made of, ``(role, bytes at each point)``; empty where that is not known.
         budget_bytes: where the memory ends, None where the sentence is not about it.
         limit_bytes: where a picture shows that it ends.
+        axis: what the lines are: of a cell, or numbers of cells, where each point is the end of one.
     """
 
     sentence: str
@@ -219,6 +221,7 @@ class Timeline:
     by_role: tuple[tuple[Role, tuple[int, ...]], ...] = ()
     budget_bytes: int | None = None
     limit_bytes: int | None = None
+    axis: Literal["lines", "cells"] = "lines"
 
     @classmethod
     def of(cls, course: Course | None, budget: int | None = None, *, limit: int | None = None) -> Timeline | None:
@@ -241,6 +244,15 @@ class Timeline:
             sentence=sentence, points=course.points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit
         )
 
+    @classmethod
+    def of_cells(cls, ends: Sequence[tuple[int, int]], limit: int | None) -> Timeline | None:
+        """Return how much was in use at the end of each cell, ``(bytes, number)``; None of fewer than two."""
+        if len(ends) < 2:
+            return None
+        first, last, peak = (point(*end, "cells") for end in (ends[0], ends[-1], max(ends)))
+        sentence = f"At the ends of cells: {first}, at most {peak}, now {last}."
+        return cls(sentence=sentence, points=tuple(ends), limit_bytes=limit, axis="cells")
+
     @property
     def _top(self) -> int:
         return max(self.budget_bytes or 0, *(size for size, _ in self.points)) or 1
@@ -258,7 +270,7 @@ class Timeline:
 
     def _column(self, size: int, line: int | None) -> Column:
         over = size == self._top if self.budget_bytes is None else size > self.budget_bytes
-        return Column(size / self._top, "over" if over else "parameter", point(size, line))
+        return Column(size / self._top, "over" if over else "parameter", point(size, line, self.axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +284,10 @@ class Treemap:
     tiles: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
 
-def point(size: int, line: int | None) -> str:
+def point(size: int, line: int | None, axis: str = "lines") -> str:
     """Return a point of a timeline in words."""
-    return format_size(size) if line is None else f"{format_size(size)} at line {line}"
+    where = f"after In[{line}]" if axis == "cells" else f"at line {line}"
+    return format_size(size) if line is None else f"{format_size(size)} {where}"
 
 
 class Gauge(NamedTuple):

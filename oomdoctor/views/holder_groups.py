@@ -104,10 +104,11 @@ def by_module(census: Census, models: Sequence[ModelFacts]) -> dict[Role, Counte
     roots, parts = _roots(models), defaultdict[Role, list[_Part]](list)
     for holding in census.holdings:
         found = _parts(holding, roots)
-        group = _group(holding, roots) or _container(holding)
+        whole, container = _group(holding, roots), _container(holding)
+        names = [] if container is None else [container.path]
         rest = holding.bytes - sum(part.bytes for part in found)
         parts[holding.role] += (_Part(tuple(accumulate(part.way)), part.bytes) for part in found)
-        parts[holding.role].append(_Part((*([] if group is None else [group.path]), holding.path), rest))
+        parts[holding.role].append(_Part((whole.path,) if whole else (*names, holding.path), rest))
     return {role: +_sizes(of_role) for role, of_role in parts.items()}
 
 

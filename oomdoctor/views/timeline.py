@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views.document import Timeline, point
 from oomdoctor.views.labels import KINDS
@@ -18,7 +19,7 @@ HEIGHT: Final = 160
 """Pixels."""
 
 _COLUMNS: Final = 100
-_ONE_COLOUR: Final = "parameter"
+_ONE_COLOUR: Final = Role.UNEXPLAINED.value
 _MOST_LIMIT: Final = 2.5
 """A limit that is further above the peak is beyond the picture, which would be empty otherwise."""
 _ROOM_ABOVE: Final = 1.05
@@ -69,13 +70,12 @@ def drawn(timeline: Timeline) -> Drawn:
     layers = layers or [(_ONE_COLOUR, [size for size, _ in points])]
     step, at_peak = 1 / len(points), max(range(len(points)), key=lambda at: points[at][0])
     whole = "" if limit is None else f" The limit is {format_size(limit)}."
-    spots = (
-        Spot(at * step, 0.0, step, 1.0, _told(points[at], layers if kinds else (), at)) for at in range(len(points))
-    )
+    told = [point(*each, timeline.axis) + _made_of(layers if kinds else (), at) for at, each in enumerate(points)]
+    spots = (Spot(at * step, 0.0, step, 1.0, told[at]) for at in range(len(points)))
     return Drawn(
         picture=picture(
             "Memory timeline",
-            f"{timeline.sentence}{whole} At the peak: {_told(points[at_peak], layers if kinds else (), at_peak)}.",
+            f"{timeline.sentence}{whole} At the peak: {told[at_peak]}.",
             _shapes(layers, top),
             kinds=[kind for kind, _ in layers],
             spots=spots,
@@ -85,15 +85,15 @@ def drawn(timeline: Timeline) -> Drawn:
         ticks=tuple(_ticks(top, peak, limit, is_within=is_within)),
         limit=1 - limit / top if limit is not None and is_within else None,
         peak=Spot(0.0, 1 - peak / top, (at_peak + 1) * step, 0.0),
-        places=tuple(_places([line for _, line in points])),
+        places=tuple(_places([line for _, line in points], timeline.axis)),
     )
 
 
-def _told(at: tuple[int, int | None], layers: Sequence[tuple[str, Sequence[int]]], column: int) -> str:
-    """Return a point in words: how much, at which line, and what it is made of."""
-    made = sorted(((sizes[column], kind) for kind, sizes in layers), reverse=True)
-    parts = ", ".join(f"{KINDS[kind].label} {format_size(size)}" for size, kind in made if size)
-    return f"{point(*at)}{f': {parts}' if parts else ''}"
+def _made_of(layers: Sequence[tuple[str, Sequence[int]]], at: int) -> str:
+    """Return what a point is made of, the largest first."""
+    made = sorted(((sizes[at], kind) for kind, sizes in layers if sizes[at]), reverse=True)
+    parts = ", ".join(f"{KINDS[kind].label} {format_size(size)}" for size, kind in made)
+    return f": {parts}" if parts else ""
 
 
 def _shapes(layers: Sequence[tuple[str, Sequence[int]]], top: int) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _ticks(top: int, peak: int, limit: int | None, *, is_within: bool) -> Iterat
             yield Tick(at, format_size(size))
 
 
-def _places(lines: Sequence[int | None]) -> Iterator[Spot]:
+def _places(lines: Sequence[int | None], axis: str) -> Iterator[Spot]:
     """Yield the lines that the stretches of a timeline belong to, where there is room for them."""
     if not any(lines):
         yield Spot(0.0, 1.0, 1.0, 0.0, "operations in their order")
@@ -140,5 +140,7 @@ def _places(lines: Sequence[int | None]) -> Iterator[Spot]:
     for line, stretch in groupby(lines):
         count = len(list(stretch))
         if line is not None and count / len(lines) >= _PLACE:
-            yield Spot(at / len(lines), 1.0, count / len(lines), 0.0, f"line {line}")
+            yield Spot(
+                at / len(lines), 1.0, count / len(lines), 0.0, f"In[{line}]" if axis == "cells" else f"line {line}"
+            )
         at += count

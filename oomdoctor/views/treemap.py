@@ -29,6 +29,7 @@ _TOLD: Final = 8
 
 _LINE_PX, _LETTER_PX, _MARGIN_PX = 15, 6.6, 6
 _FEW_LETTERS: Final = 5
+_REST: Final = " (the rest)"
 
 
 def treemap(census: Census, models: Sequence[ModelFacts]) -> Treemap | None:
@@ -61,7 +62,7 @@ def _tiles(sizes: Counter[tuple[str, ...]], way: tuple[str, ...], least: float) 
     rest = sizes[way] - sum(sizes[part] for part in parts)
     if rest > 0:
         name = labels.clean(way[-1], 120) if way else ""
-        yield (f"{name} (the rest)" if name and parts else name or "smaller holders"), rest
+        yield (f"{name}{_REST}" if name and parts else name or "smaller holders"), rest
 
 
 # Its picture ----------------------------------------------------------------------------------------------------------
@@ -128,8 +129,9 @@ def _shape(kind: str, name: str, size: int, box: Box) -> str:
     """Return a tile, with its name and its bytes where there is room. Of a long name the end tells most."""
     texts, room = "", int((box.width - 2 * _MARGIN_PX) / _LETTER_PX)
     if room >= _FEW_LETTERS:
-        shown = name if len(name) <= room else f"…{name[1 - room :]}"
-        lines = [shown, format_size(size)][: int((box.height - 4) / _LINE_PX)]
+        module = name.removesuffix(_REST)
+        shown = module if len(module) <= room else f"…{module[1 - room :]}"
+        lines = [line for line in (shown, format_size(size)) if len(line) <= room][: int((box.height - 4) / _LINE_PX)]
         texts = "".join(
             f'<text x="{_MARGIN_PX}" y="{_LINE_PX * at}">{escape(line)}</text>' for at, line in enumerate(lines, 1)
         )
