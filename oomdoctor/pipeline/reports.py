@@ -99,7 +99,7 @@ def in_use() -> tuple[str, int] | None:
     None where the system does not tell.
     """
     if (device := simulated()) is not None:
-        return device.name, device.allocator.allocated
+        return device.name, device.read().allocated
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return f"cuda:{(current := torch.cuda.current_device())}", torch.cuda.memory_allocated(current)

@@ -144,6 +144,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
+            quietly(self.memreport.note_end)  # torch may be half loaded
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -163,7 +164,6 @@ class Extension:
         self._let_through(run, result)
         failure = run.take_failure()
         self.warming.note_end(raw_cell, failed=failure is not None)
-        quietly(self.memreport.note_end)  # torch may be half loaded
         try:
             return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
         finally:

@@ -102,10 +102,12 @@ class MemReport:
             return pipeline.report(self._shell.user_ns, cells, filenames_of(self._shell, number))
 
     def note_end(self) -> None:
-        """Note how much is in use now that a cell has ended; of one device, the first that is in use."""
+        """Note how much is in use at the end of a cell, or so far; of one device, the first that is in use."""
         device, size = pipeline.in_use() or ("", 0)
         if device != self._device or (self._ends and self._ends[-1][1] > self.number):
             self._ends.clear()
+        if self._ends and self._ends[-1][1] == self.number:
+            self._ends.pop()
         self._device = device
         if device:
             self._ends.append((size, self.number))
@@ -114,6 +116,7 @@ class MemReport:
         """Return how much was in use at the ends of cells, where the report is of the device that they are known of."""
         from oomdoctor.views.document import Timeline
 
+        self.note_end()
         device = next((one for one in report.evidence.devices if one.name == self._device), None)
         if device is None:
             return None

@@ -50,9 +50,13 @@ def check_seen(part: Locator, count: int, role: Role, name: str) -> None:
             seen = {"#{:02x}{:02x}{:02x}".format(*colour[:3]) for _, colour in shot.getcolors(1 << 20)}
         assert KINDS[role.value].colour in seen
         frame.locator("..").screenshot(path=SHOTS / f"{name}-{at}.png")
+    assert not sticking_out(part)
+
+
+def check_read(part: Locator) -> None:
+    """Expect each text to stand out; where a page has no ground of its own, this cannot be told."""
     faint = {(ratio, text) for text, ratio in contrasts(part) if ratio < WCAG_AA}
     assert not faint
-    assert not sticking_out(part)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +73,12 @@ def test_pictures_are_seen_in_an_untrusted_notebook(reopened, scheme):
     reopened.command("apputils:change-theme", theme=theme)
     reopened.page.wait_for_function(f"() => document.body.dataset.jpThemeName === '{theme}'")
     reopened.page.wait_for_timeout(500)  # colours fade
-    check_seen(reopened.told(3).first, 1, Role.ACTIVATION, f"timeline-untrusted-{scheme}")
+    plan = reopened.told(3).first
+    check_seen(plan, 1, Role.ACTIVATION, f"timeline-untrusted-{scheme}")
+    check_read(plan)
     report = reopened.told(2).first.locator("section", has_text="Top holders").first
     check_seen(report, 1, Role.PARAMETER, f"treemap-untrusted-{scheme}")
+    check_read(report)
     expect(reopened.told(2).first.locator("img")).to_have_count(2)  # and the ends of the cells
     assert not reopened.page.evaluate("() => window.ran")
 
@@ -84,11 +91,12 @@ def test_pictures_are_seen_in_an_exported_page(saved, browser, tmp_path, scheme)
     page = browser.new_page()
     page.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
     page.goto(path.as_uri(), wait_until="domcontentloaded")
-    check_seen(
-        page.locator("section", has_text="without running it"), 1, Role.ACTIVATION, f"timeline-exported-{scheme}"
-    )
+    plan = page.locator("section", has_text="without running it")
+    check_seen(plan, 1, Role.ACTIVATION, f"timeline-exported-{scheme}")
+    check_read(plan)
     report = page.locator("section section", has_text="Top holders").first
     check_seen(report, 1, Role.PARAMETER, f"treemap-exported-{scheme}")
+    check_read(report)
     page.close()
 
 
