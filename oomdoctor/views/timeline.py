@@ -25,7 +25,7 @@ _MOST_LIMIT: Final = 2.5
 _ROOM_ABOVE: Final = 1.05
 _LABEL: Final = 15 / HEIGHT
 """Height of a label, as a share of the picture."""
-_PLACE: Final = 0.07
+_PLACE: Final = 0.09
 """Width of the number of a line, likewise."""
 
 
