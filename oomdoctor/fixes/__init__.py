@@ -56,7 +56,7 @@ def get(fix_id: str) -> Fix:
         UsageError: there is no fix of that id.
     """
     if fix_id not in _listed():
-        raise UsageError(f"there is no fix {fix_id!r}: there are {', '.join(ids())}")
+        raise UsageError(f"unknown fix {fix_id!r}. Available: {', '.join(ids())}")
     return _of_module(home(fix_id))[fix_id]
 
 

@@ -272,6 +272,6 @@ def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -
             saves=scales - scales // one,
             slowdown=(1 + _OVERHEAD * one) / (one if is_fixed else 1),
             basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
-            caveat=f"each step averages over {size // one} samples and no longer over {size}, and {steps}: the "
-            "training goes another way, and the learning rate was chosen for the larger batch",
+            caveat=f"batches of {size // one} instead of {size}, and {steps}: different results; consider a lower "
+            "learning rate",
         )

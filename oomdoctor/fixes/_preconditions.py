@@ -163,7 +163,7 @@ def check_training(evidence: Evidence) -> None:
     """
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if loops and not any(loop.was_running for loop in loops):
-        raise Unfit(f"memory ran out when the training loop of {loops[0].where} was not running")
+        raise Unfit(f"the failure was outside the training loop ({loops[0].where})")
 
 
 def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:

@@ -268,7 +268,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 FIX: Final = Fix(
     id="autocast",
-    title="Compute in 16 bits where that is enough (mixed precision)",
+    title="Use mixed precision (matrix products in 16 bits)",
     effect=Effect.CHANGES_RESULT,
     joins=True,
     cost="results rounded to 16 bits within the network; most often faster on a GPU",

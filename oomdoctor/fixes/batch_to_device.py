@@ -254,7 +254,7 @@ def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:
 
 FIX: Final = Fix(
     id="batch_to_device",
-    title="Leave the data set in host memory and move its batches to the device",
+    title="Keep the data set in host memory and move batches to the device",
     effect=Effect.EXACT,
     cost="a copy of each batch to the device",
     propose=propose,

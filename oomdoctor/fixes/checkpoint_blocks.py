@@ -192,7 +192,7 @@ def _recomputes(cells: Cells) -> bool:
 
 FIX: Final = Fix(
     id="checkpoint_blocks",
-    title="Recompute parts of the model in the backward pass instead of keeping their activations",
+    title="Recompute parts of the model in the backward pass (checkpointing)",
     effect=Effect.EXACT,
     joins=True,
     cost="one more forward of each recomputed part",

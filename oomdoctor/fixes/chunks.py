@@ -335,7 +335,7 @@ def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 FIXES: Final = (
     Fix(
         id="chunked_forward",
-        title="Run the forward over parts of the batch, recomputed in the backward pass",
+        title="Run forward on chunks of the batch and recompute them in the backward pass",
         effect=Effect.EQUIVALENT,
         tolerance=TOLERANCE,
         cost="one more forward",
@@ -345,7 +345,7 @@ FIXES: Final = (
     ),
     Fix(
         id="chunked_inference",
-        title="Predict over parts of the batch, and put the results together as they come",
+        title="Predict in chunks of the batch",
         effect=Effect.EQUIVALENT,
         tolerance=TOLERANCE,
         cost="the same arithmetic in smaller pieces",
@@ -355,7 +355,7 @@ FIXES: Final = (
     ),
     Fix(
         id="chunked_loss",
-        title="Take the cross-entropy by chunks of rows, recomputed in the backward pass",
+        title="Compute logits and cross-entropy in chunks",
         effect=Effect.EQUIVALENT,
         tolerance=TOLERANCE,
         joins=True,

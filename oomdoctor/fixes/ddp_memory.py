@@ -336,7 +336,7 @@ def _sharded(cells: Cells, one: _construction_sites.Call, model: ModelFacts) -> 
 FIXES: Final = (
     Fix(
         id="ddp_settings",
-        title="Let the gradients lie in the buckets that DDP exchanges",
+        title="Keep gradients as views of DDP's buckets",
         effect=Effect.EXACT,
         frees=(Role.GRADIENT,),
         cost="nothing",
@@ -347,7 +347,7 @@ FIXES: Final = (
     ),
     Fix(
         id="zero_optimizer",
-        title="Share the optimizer's state out among the processes",
+        title="Shard optimizer state across processes (ZeRO)",
         effect=Effect.EXACT,
         frees=(Role.OPTIMIZER_STATE,),
         cost="every parameter is sent once more in each step",
@@ -358,7 +358,7 @@ FIXES: Final = (
     ),
     Fix(
         id="fsdp2",
-        title="Shard the model over the processes, block by block",
+        title="Shard the model across processes (FSDP2)",
         effect=Effect.ADVICE,
         frees=LASTING,
         cost="half as much again to send, and checkpoints that hold shares",

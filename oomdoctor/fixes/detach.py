@@ -283,7 +283,7 @@ def _detached(names: tuple[str, ...]) -> str:
 FIXES: Final = (
     Fix(
         id="detach_history",
-        title="Keep the values of a history without their autograd graphs",
+        title="Detach the history from its autograd graphs",
         effect=Effect.EXACT,
         joins=True,
         cost="nothing",
@@ -293,7 +293,7 @@ FIXES: Final = (
     ),
     Fix(
         id="detach_state",
-        title="Cut a recurrent state from the graphs of earlier steps",
+        title="Detach the recurrent state between steps",
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_state,

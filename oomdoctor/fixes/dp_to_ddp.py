@@ -211,7 +211,7 @@ class _Program:
 
 FIX: Final = Fix(
     id="dp_to_ddp",
-    title="Train in a process for each device instead of gathering on the first",
+    title="Replace DataParallel with one process per device (DDP)",
     effect=Effect.ADVICE,
     cost="a program that torchrun starts, in the place of a notebook",
     propose=propose,

@@ -158,7 +158,7 @@ def guard(session: Session, dose: Dose) -> Iterator[None]:
 
 FIX: Final = Fix(
     id="free_stale",
-    title="Let go of the old model and optimizer before the new ones are built",
+    title="Free the old model and optimizer before building new ones",
     effect=Effect.EXACT,
     frees=LASTING,
     cost="the old ones cannot be brought back",

@@ -311,7 +311,7 @@ def _patch_none(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 FIXES: Final = (
     Fix(
         id="optimizer_in_backward",
-        title="Step each parameter within the backward pass, as soon as its gradient is there",
+        title="Step each parameter during the backward pass",
         effect=Effect.EXACT,
         frees=(Role.GRADIENT,),
         cost="the optimizer is called once for each parameter",
@@ -322,7 +322,7 @@ FIXES: Final = (
     ),
     Fix(
         id="set_to_none",
-        title="Let go of gradients where they are zeroed",
+        title="Set gradients to None instead of zero",
         effect=Effect.EXACT,
         frees=(Role.GRADIENT,),
         joins=True,

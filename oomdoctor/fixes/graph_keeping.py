@@ -240,10 +240,7 @@ def _kept_on(sites: Sequence[Site]) -> str | None:
         return None
     some = ", ".join(f"`{name}`" for name in kept[:_NAMED])
     named = listed(kept) if len(kept) <= _NAMED else f"{some} and {len(kept) - _NAMED} more"
-    return (
-        f"{named} would hold no graph any more: a later cell that calls backward through what is kept there would not "
-        "train the model that made it"
-    )
+    return f"{named} will hold values without gradients; backward() on them will not train the model"
 
 
 def _only_trains(evidence: Evidence) -> TrainingLoop | None:
@@ -304,7 +301,7 @@ def _starting_at(parsed: rewriting.ParsedCell, line: int, text: str) -> rewritin
 FIXES: Final = (
     Fix(
         id="drop_retain_graph",
-        title="Let backward free its graph",
+        title="Drop retain_graph=True",
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_drop,
@@ -313,7 +310,7 @@ FIXES: Final = (
     ),
     Fix(
         id="no_grad_eval",
-        title="Evaluate without keeping activations for a backward pass",
+        title="Evaluate under torch.no_grad()",
         effect=Effect.EXACT,
         cost="nothing: it is faster",
         propose=_propose_no_grad,

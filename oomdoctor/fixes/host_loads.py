@@ -351,7 +351,7 @@ def _exchanged(call: cst.Call, at: int) -> cst.Call | None:
 FIXES: Final = (
     Fix(
         id="load_mmap",
-        title="Read the checkpoint into host memory, mapped from its file",
+        title="Memory-map the checkpoint into host memory",
         effect=Effect.EXACT,
         cost="nothing",
         detect=_detect_checkpoint,
@@ -360,7 +360,7 @@ FIXES: Final = (
     ),
     Fix(
         id="memmap_array",
-        title="Map the array from its file instead of reading it whole",
+        title="Memory-map the array instead of reading it whole",
         effect=Effect.EXACT,
         cost="reads from disk where memory is short",
         propose=_propose_mapped,
@@ -368,7 +368,7 @@ FIXES: Final = (
     ),
     Fix(
         id="narrow_dtype",
-        title="Make the array of float32 instead of float64",
+        title="Use float32 instead of float64 for the array",
         effect=Effect.CHANGES_RESULT,
         cost="7 digits instead of 16",
         propose=_propose_narrow,

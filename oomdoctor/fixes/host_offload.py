@@ -304,7 +304,7 @@ def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:
 FIXES: Final = (
     Fix(
         id="save_on_cpu",
-        title="Keep in host memory what the backward pass needs",
+        title="Offload saved activations to host memory",
         effect=Effect.EXACT,
         joins=True,
         cost="a copy to the host and back of everything that is saved",
@@ -316,7 +316,7 @@ FIXES: Final = (
     ),
     Fix(
         id="offload_optimizer_state",
-        title="Keep optimizer state in host memory except while it steps",
+        title="Offload optimizer state to host memory between steps",
         effect=Effect.EXACT,
         frees=(Role.OPTIMIZER_STATE,),
         cost="a copy of the state to the device and back at each step",

@@ -294,7 +294,7 @@ def _guard(session: Session, dose: Dose) -> Iterator[None]:
 FIXES: Final = (
     Fix(
         id="half_weights",
-        title="Keep the weights in 16 bits for inference",
+        title="Hold weights in 16 bits for inference",
         effect=Effect.CHANGES_RESULT,
         frees=(Role.PARAMETER,),
         cost="results rounded to 16 bits",
@@ -305,7 +305,7 @@ FIXES: Final = (
     ),
     Fix(
         id="dynamic_quantization",
-        title="Quantize the linear layers to 8 bits for inference on the CPU",
+        title="Quantize linear layers to 8 bits for inference on the CPU",
         effect=Effect.CHANGES_RESULT,
         frees=(Role.PARAMETER,),
         cost="results rounded to 8 bits; most often faster on a CPU",

@@ -300,7 +300,7 @@ def _with(node: cst.CSTNode, settings: Mapping[str, str | None]) -> cst.CSTNode:
 FIXES: Final = (
     Fix(
         id="fewer_workers",
-        title="Load data with fewer worker processes",
+        title="Use fewer DataLoader workers",
         effect=Effect.EXACT,
         cost="steps may wait for their data",
         propose=_fewer_workers,
@@ -318,7 +318,7 @@ FIXES: Final = (
     ),
     Fix(
         id="pin_memory_off",
-        title="Leave batches in pageable host memory",
+        title="Turn off pinned memory for batches",
         effect=Effect.EXACT,
         cost="slower copies of batches to the device",
         propose=_pin_memory_off,
@@ -327,7 +327,7 @@ FIXES: Final = (
     ),
     Fix(
         id="persistent_workers_off",
-        title="Let workers end with each epoch of their loader",
+        title="End DataLoader workers after each epoch",
         effect=Effect.CHANGES_RESULT,
         cost="workers are started for every epoch",
         propose=_persistent_workers_off,

@@ -320,7 +320,7 @@ def _constructed(scope: ast.AST) -> dict[str, LossForm]:
 
 FIX: Final = Fix(
     id="micro_batch",
-    title="Take each batch in parts and accumulate their gradients",
+    title="Split each batch and accumulate gradients",
     effect=Effect.EQUIVALENT,
     draws=True,
     ways=_WAYS,

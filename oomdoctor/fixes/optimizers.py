@@ -276,7 +276,7 @@ def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
 FIXES: Final = (
     Fix(
         id="optimizer_8bit",
-        title="Keep Adam's state in 8 bits",
+        title="Use 8-bit Adam state",
         effect=Effect.CHANGES_RESULT,
         frees=(Role.OPTIMIZER_STATE,),
         cost="averages rounded to 8 bits; a little time for each step",
@@ -285,7 +285,7 @@ FIXES: Final = (
     ),
     Fix(
         id="lighter_optimizer",
-        title="Train with an optimizer that keeps less for each weight",
+        title="Use an optimizer with less state per weight",
         effect=Effect.CHANGES_RESULT,
         frees=(Role.OPTIMIZER_STATE,),
         joins=True,
@@ -295,7 +295,7 @@ FIXES: Final = (
     ),
     Fix(
         id="optimizer_foreach_off",
-        title="Step the parameters one by one instead of in lists of all of them",
+        title="Step parameters one at a time (foreach=False)",
         effect=Effect.EQUIVALENT,
         tolerance=TOLERANCE,
         joins=True,

@@ -340,7 +340,7 @@ def _patch_switches(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Ref
 FIXES: Final = (
     Fix(
         id="expandable_segments",
-        title="Let the allocator's segments grow instead of leaving pieces",
+        title="Let allocator segments grow (expandable_segments)",
         effect=Effect.EXACT,
         cost="a little more work to allocate",
         propose=_propose_expandable,
@@ -353,7 +353,7 @@ FIXES: Final = (
     ),
     Fix(
         id="sharing_strategy",
-        title="Hand tensors between processes by file name",
+        title="Share tensors between processes by file name",
         effect=Effect.EXACT,
         cost="nothing",
         propose=_propose_by_name,
@@ -362,7 +362,7 @@ FIXES: Final = (
     ),
     Fix(
         id="library_slices",
-        title="Have the pipeline make images and attention heads one by one",
+        title="Process images and attention heads one at a time (slicing)",
         effect=Effect.EQUIVALENT,
         tolerance=1e-5,
         cost="the same arithmetic in smaller pieces",
@@ -373,7 +373,7 @@ FIXES: Final = (
     ),
     Fix(
         id="library_tiles",
-        title="Have the pipeline make images in tiles",
+        title="Process images in tiles",
         effect=Effect.CHANGES_RESULT,
         cost="the same arithmetic in smaller pieces",
         propose=proposing(

@@ -247,7 +247,7 @@ def _products_as_calls(part: Any) -> Any:
 
 FIX: Final = Fix(
     id="sdpa_attention",
-    title="Use PyTorch's fused attention, which does not write out the scores",
+    title="Use fused attention (scaled_dot_product_attention)",
     effect=Effect.EQUIVALENT,
     draws=True,
     tolerance=TOLERANCE,

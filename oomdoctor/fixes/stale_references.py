@@ -259,7 +259,7 @@ def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
 FIXES: Final = (
     Fix(
         id="clear_output_cache",
-        title="Take tensors out of IPython's output cache",
+        title="Clear tensors from IPython's output cache",
         effect=Effect.EXACT,
         cost="the results are no longer in Out",
         propose=_propose_outputs,
@@ -269,7 +269,7 @@ FIXES: Final = (
     ),
     Fix(
         id="release_traceback",
-        title="Let go of the traceback of an earlier failure",
+        title="Release the traceback of an earlier failure",
         effect=Effect.EXACT,
         cost="%debug and %tb no longer reach that failure",
         propose=_propose_traceback,
@@ -279,7 +279,7 @@ FIXES: Final = (
     ),
     Fix(
         id="release_cache",
-        title="Give PyTorch's unused cache back to the driver",
+        title="Empty PyTorch's unused cache",
         effect=Effect.EXACT,
         cost="segments are allocated anew as they are needed",
         propose=_propose_cache,

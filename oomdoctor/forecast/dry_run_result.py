@@ -73,7 +73,7 @@ def no_reading(why: str | None, *, is_unfit: bool = False, breaks: bool = False,
 
 def late(timeout_s: float) -> str:
     """Return why there is no forecast where the time was over."""
-    return f"not priced within {timeout_s:g} s"
+    return f"the exact forecast timed out after {timeout_s:g} s"
 
 
 def is_of_card(forecast: Forecast) -> bool:

@@ -44,7 +44,7 @@ def from_text(text: str) -> tuple[Incident, ...]:
 
 def describe(incident: Incident) -> str:
     """Return what an incident is, in one sentence."""
-    unknown = "Memory ran out." if incident.is_oom else "This is no wording of an out-of-memory failure known here."
+    unknown = "Memory ran out." if incident.is_oom else "No out-of-memory error recognised in this text."
     return next((row.title for row in FORMATS if row.name == incident.format), unknown)
 
 

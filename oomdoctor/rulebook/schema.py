@@ -155,7 +155,7 @@ def _refuse_sentence(text: str) -> None:
 def _known_fix(fix: str, info: ValidationInfo) -> str:
     known = (info.context or {}).get("fixes")
     if known is not None and fix not in known:
-        raise ValueError(f"there is no fix {fix!r}")
+        raise ValueError(f"unknown fix {fix!r}")
     return fix
 
 

@@ -247,7 +247,7 @@ def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
         if opened is None:
             return None
         planning = pipeline.planning(case, opened.session, opened.transaction, **_terms(extension))
-        return Filling(case, planning, borders, shown.update)
+        return Filling(case, planning, borders, shown)
 
     extension.filling = borders.guarded("forecast", begin)
     if extension.filling is None:

@@ -241,7 +241,7 @@ class Extension:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
         if self.filling is None:
             return
-        if has_verb(raw_cell, "fix", "retry", "diff", "undo", "cases"):
+        if has_verb(raw_cell, "fix", "retry", "diff", "undo", "why", "cases"):
             self.filling.settle()
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.filling.end()

@@ -27,7 +27,7 @@ from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
 from oomdoctor.shell.open_case import undo as take_back
 from oomdoctor.shell.outputs import one_line
-from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.showing import Shown, retry_of
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -133,6 +133,14 @@ def undo(extension: Extension, _words: list[str]) -> None:
     print(take_back(extension))
 
 
+def why(_extension: Extension, _words: list[str]) -> None:
+    """`%oomdoctor why`: the whole diagnosis of the last failure: its causes, what holds the memory, and all fixes."""
+    from oomdoctor.views import whole
+
+    case = _case()
+    print(whole(case, retry_of(case)), end="")
+
+
 def cases(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor cases`: the failures of this session and how each ended."""
     for case in pipeline.cases():
@@ -229,15 +237,15 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
     words = [word for word in words if word not in asked]
     named = " ".join(words) or "1"  # two fixes together have an id of several words
     candidates = case.plan.candidates
-    accepted = f"1 to {len(candidates)}, or {', '.join(c.fix for c in candidates)}" if candidates else "there is none"
+    accepted = ", ".join(f"{number} ({one.fix})" for number, one in enumerate(candidates, 1)) or "none"
     for number, candidate in enumerate(candidates, 1):
         if named in (str(number), candidate.fix, candidate.label):
             if candidate.refuted is not None:
                 raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
             return case, _at_dose(extension, case, candidate, asked) if asked else candidate
     if len(words) > 1:
-        raise UsageError(f"one fix at a time, not {shown(named)}: {accepted}")
-    raise UsageError(f"there is no fix {shown(named)}: {accepted}")
+        raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
+    raise UsageError(f"unknown fix {shown(named)}. Available: {accepted}")
 
 
 def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
@@ -279,7 +287,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, config, help_)
 }
 
 
@@ -330,6 +338,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, cases, rules, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, rules, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

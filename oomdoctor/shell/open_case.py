@@ -41,23 +41,22 @@ class OpenCase:
 
 
 def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
-    """Put the failing cell as the fix has it into the next cell, and print the changes of earlier cells as a diff."""
+    """Put the cells as the fix has them into the next cell, and print the changes of files as a diff."""
     failing = extension.failed_cell
     if failing is None:
         raise UsageError("the text of the failed cell is not known any more")
-    own = [edit for edit in patch.edits if edit.cell == failing.number]
-    earlier = tuple(edit for edit in patch.edits if edit.cell != failing.number)
-    extension.shell.set_next_input(own[-1].after if own else failing.source, replace=False)
-    if earlier:
-        print(replace(patch, edits=earlier).diff(), end="")
-    changed = f"In[{failing.number}] with {candidate.label}" if own else f"In[{failing.number}] as it is"
-    print(f"the next cell has {changed}; nothing was run")
-    if earlier:
-        cells, files = ([one.name for one in earlier if (one.file is None) is is_cell] for is_cell in (True, False))
-        if files:
-            print(f"first change {', '.join(files)} as the diff above says, and import it again")
-        if cells:
-            print(f"first change and run {', '.join(cells)} as the diff above says")
+    cells = [edit for edit in patch.edits if edit.file is None]
+    files = tuple(edit for edit in patch.edits if edit.file is not None)
+    texts = {edit.name: edit.after for edit in cells} or {f"In[{failing.number}]": failing.source}
+    labelled = (f"# {name}, changed\n{text}" for name, text in texts.items())
+    extension.shell.set_next_input("\n\n".join(labelled if len(texts) > 1 else texts.values()), replace=False)
+    if files:
+        print(replace(patch, edits=files).diff(), end="")
+    print(
+        f"the next cell has {' and '.join(texts)} {f'with {candidate.label}' if cells else 'as it is'}; nothing was run"
+    )
+    if files:
+        print(f"first change {', '.join(one.name for one in files)} as the diff above says, and import it again")
     if case.outcome.kind is OutcomeKind.HEALED:
         healers = ", ".join(case.outcome.fixes)
         print(f"to run it now would be to run it a second time: it was run with {healers} when it was healed")
@@ -85,7 +84,7 @@ def undo(extension: Extension) -> str:
     extension.changed = dict(opened.changed)
     if extension.shown is not None:
         extension.shown.tell_end(taken_back)
-    return f"{fixes} was taken back; the state is that from before the cell{_except(lost)}"
+    return f"Undone: {fixes}. Everything is as before the cell ran{_except(lost)}"
 
 
 def why_not_retried(extension: Extension, outcome: Outcome) -> str:
@@ -128,4 +127,4 @@ def _why_not_undone(case: Case | None, passed: str) -> str:
 
 def _except(lost: Iterable[str]) -> str:
     told = "; ".join(lost)
-    return f", except: {told}" if told else ", all of it"
+    return f", except: {told}" if told else ""

@@ -13,15 +13,17 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
 from oomdoctor.model.case import Case
-from oomdoctor.model.plan import Candidate
+from oomdoctor.model.plan import Candidate, Plan
 from oomdoctor.shell.open_case import why_not_retried
 from oomdoctor.shell.warm_up import is_watched
 
@@ -150,6 +152,11 @@ class Shown:
         if self._panel is not None and case.number == self._number:
             self._panel.update(case, retry_of(case))
 
+    def show_progress(self, plan: Plan, elapsed_s: float) -> None:
+        """Show in the panel how far the forecasts are."""
+        if self._panel is not None:
+            self._panel.show_progress(plan, elapsed_s)
+
     def tell_end(self, case: Case) -> None:
         """Say in the diagnosis how a retry ended: what a button puts out is not in the notebook's file."""
         if case.number != self._number or not hasattr(self._extension.shell, "kernel"):
@@ -201,6 +208,11 @@ class _Doctor:
         if self._extension.open is not None or self._extension.healed is not None:
             return ""
         return why_not_retried(self._extension, case.outcome)
+
+    def skip(self) -> None:
+        """Forecast nothing more."""
+        if self._extension.filling is not None and self._case() is not None:
+            self._extension.filling.end()
 
     def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
         """Keep what a button has put out."""
@@ -273,12 +285,13 @@ class Filling:
     """The plan of one failure in the making, while the kernel goes on.
 
     Args:
-        show: shows the case with its plan in the place of what was shown before.
+        shown: shows the case with its plan in the place of what was shown before.
     """
 
-    def __init__(self, case: Case, planning: Planning, borders: Borders, show: Callable[[Case], None]) -> None:
+    def __init__(self, case: Case, planning: Planning, borders: Borders, shown: Shown) -> None:
         self._case: Case | None = case
-        self._planning, self._borders, self._show = planning, borders, show
+        self._planning, self._borders, self._shown = planning, borders, shown
+        self._begun_s = time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._listen())
 
     def settle(self) -> None:
@@ -294,12 +307,13 @@ class Filling:
         if self._case is not None:
             self._planning.cancel()
             case, self._case = pipeline.record(replace(self._case, plan=self._planning.plan)), None
-            self._borders.guarded("display", lambda: self._show(case))
+            self._borders.guarded("display", lambda: self._shown.update(case))
 
     async def _listen(self) -> None:
         try:
-            async for _ in self._planning.listen():
-                pass
+            async for plan in self._planning.listen():
+                elapsed_s = time.monotonic() - self._begun_s
+                self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
         except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
             self._borders.fault("forecast", exc)
         self.end()

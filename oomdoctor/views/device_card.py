@@ -191,8 +191,7 @@ def device_bar(
     used = sum(size for _, _, size in pieces)
     if asked:
         within = asked if total is None else max(0, min(asked, total - used))
-        inside = "request" if total is None else "request, within the budget"
-        pieces += [("asked", inside, within), ("over", "request, beyond the budget", asked - within)]
+        pieces += [("asked", "request", within), ("over", "over the limit", asked - within)]
     if total is not None:
         pieces.append(("free", "free", total - used - (asked or 0)))
     return Bar.of(labels.limited_name(device), total, pieces)

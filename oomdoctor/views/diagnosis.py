@@ -140,6 +140,12 @@ def _offer(case: Case, retry: Retry) -> Document:
     return (Static((Line(f"`%oomdoctor retry`: {offered(retry.chosen[0])}", "offer"),)),)
 
 
+def more(case: Case) -> Document:
+    """Return how to see more than the answer where only a command can show it."""
+    shows = "`%oomdoctor diff` shows the change. " if any(row.diff for row in prices(case.plan).fixes) else ""
+    return (Line(f"{shows}`%oomdoctor why` shows the causes, what holds the memory, and all fixes.", "offer"),)
+
+
 def details(case: Case, retry: Retry | None = None) -> Document:
     """Return what a page folds away below its ``answer`` and the controls."""
     whole = tell(case, retry)
@@ -177,7 +183,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
         *apart(bar),
         *held.blocks("What holds it", folded=True),
-        *given(Fold("How the memory goes", (course,)) if course else None),
+        *given(Fold("Memory over time", (course,)) if course else None),
         *(_REASONS, causes(case.findings)),
         *(Head(_CHANGES), *priced.blocks()),
         *apart(*(Line(sentence, "muted") for sentence in missing(device))),

@@ -253,7 +253,7 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
         *apart(None if line is None else Source(f"line {line}", _source_line(plan.cell, line), "peak at ")),
         *apart(bar),
         *((Head("Temporaries at the peak"), Items(temporaries)) if temporaries else ()),
-        *((Head("How the memory goes"), goes) if goes else ()),
+        *((Head("Memory over time"), goes) if goes else ()),
         *given(Line(work, "inner") if work else None),
         *(Head("Batch"), Line(_batch(plan.batch), "inner")),
         *((Head("Cards", _CARDS), Table("cards", tuple(map(_card, plan.elsewhere)))) if plan.elsewhere else ()),
@@ -316,7 +316,7 @@ def _work(course: Course) -> str:
 def _batch(batch: LargestBatch | Refused) -> str:
     """Return how large a batch may be in one sentence."""
     if isinstance(batch, Refused):
-        return f"The largest batch that fits is not told: {labels.clean(batch.reason).removesuffix('.')}."
+        return f"Largest batch not computed: {labels.clean(batch.reason).removesuffix('.')}."
     found = f"{basis(batch.forecast)}, {labels.count(batch.tried, 'forecast')}"
     ended = f"; {labels.clean(batch.end).removesuffix('.')}" if batch.end else ""
     if batch.size == 0:

@@ -168,11 +168,11 @@ def _unseen(host: HostMemory, census: Census | None, simulated: int) -> int | No
 
 def _processes(host: HostMemory, most: int | None, unseen: int | None, held: Sequence[HostHolding]) -> Iterator[Fact]:
     if isinstance(host.rss, int):
-        parts = [(host.uss, "USS", " is its alone"), (host.pss, "PSS", " with shared pages shared out")]
-        why = ", ".join(f"{name} {format_size(size)}{what}" for size, name, what in parts if isinstance(size, int))
+        parts = [(host.uss, "private (USS)"), (host.pss, "with its share of shared pages (PSS)")]
+        why = ", ".join(f"{format_size(size)} {what}" for size, what in parts if isinstance(size, int))
         yield Fact(format_size(host.rss), "this process", why or "resident")
     if unseen is not None:
-        yield Fact(format_size(unseen), "of it no tensor", _NO_TENSOR)
+        yield Fact(format_size(unseen), "outside tensors", _NO_TENSOR)
     for one in held:
         yield Fact(format_size(one.bytes), f"of it in {labels.code(one.path)}", consists_of(one))
     children = host.children if isinstance(host.children, tuple) else ()
@@ -203,7 +203,7 @@ def _workers(row: Sequence[HostProcess]) -> Fact:
     """Return the workers of one loader as one fact."""
     loader = labels.clean(row[0].label, 60).partition(" of ")
     alone, resident = _between([one.uss for one in row]), _between([one.rss for one in row])
-    why = [f"{alone} each, its alone (USS)"] if alone else []
+    why = [f"{alone} private each (USS)"] if alone else []
     why += [f"{resident} each {_SHARED}"] if resident else []
     name = f"{len(row)} DataLoader workers{''.join(loader[1:])}"
     return Fact(format_size(sum(map(_own_bytes, row))), name, "; ".join(why))
@@ -224,8 +224,8 @@ def _process(process: HostProcess) -> Fact:
     rss, uss, pss = (labels.known(size) for size in (process.rss, process.uss, process.pss))
     shared = f"{format_size(rss)} {_SHARED}" if rss is not None else ""
     if uss is not None:
-        part = f"{format_size(pss)} with its part of it (PSS)" if pss is not None else ""
-        why = "; ".join(filter(None, ("its alone (USS)", ", ".join(filter(None, (shared, part))))))
+        part = f"{format_size(pss)} with its share of shared pages (PSS)" if pss is not None else ""
+        why = "; ".join(filter(None, ("private (USS)", ", ".join(filter(None, (shared, part))))))
     else:
         why = _SHARED if rss is not None else labels.clean(getattr(process.rss, "reason", ""))
     size = labels.known(process.uss, process.rss)

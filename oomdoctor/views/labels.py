@@ -52,7 +52,7 @@ KINDS: Final = {
     "outside": Kind("in use otherwise", "▧", "bright_black", "#6e6e6e", "down"),
     "free": Kind("free", "·", "bright_black", "rgba(128,128,128,0.15)"),
     "asked": Kind("request", "╱", "red", "#a85858", "up"),  # noqa: RUF001 - a hatching, not a slash
-    "over": Kind("request, beyond the budget", "╳", "bold red", "#c62828", "up"),  # noqa: RUF001
+    "over": Kind("over the limit", "╳", "bold red", "#c62828", "up"),  # noqa: RUF001
     "other": Kind("other", "≡", "bright_black", "#4a4a4a"),
 }
 ROLES: Final = {role: KINDS[role.value].label for role in Role if role.value in KINDS}
@@ -60,7 +60,7 @@ ROLES: Final = {role: KINDS[role.value].label for role in Role if role.value in 
 EFFECTS: Final = {
     Effect.EXACT: ("exact", "bit-identical results"),
     Effect.EQUIVALENT: ("equivalent", "results equal up to rounding"),
-    Effect.CHANGES_RESULT: ("changes result", "other results, only if you ask for it"),
+    Effect.CHANGES_RESULT: ("changes results", "never applied automatically"),
     Effect.ADVICE: ("advice", "never applied for you"),
 }
 

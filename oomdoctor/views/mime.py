@@ -16,7 +16,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypedDict
 
 from oomdoctor.views import html, text
-from oomdoctor.views.diagnosis import answer, details, tell
+from oomdoctor.views.diagnosis import answer, details, more, tell
 from oomdoctor.views.prices import aftermath
 
 if TYPE_CHECKING:
@@ -28,13 +28,19 @@ if TYPE_CHECKING:
 
 
 def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None) -> dict[str, str]:
-    """Return the diagnosis of ``case`` by MIME type.
+    """Return the diagnosis of ``case`` by MIME type; what a terminal shows of it is its answer alone.
 
     Args:
         names: what the cells are called in a program that is no notebook, which has text alone, on its standard error.
         retry: what a retry would do; by the plan alone where nothing else is known.
     """
-    return _bundle(tell(case, retry, names), names)
+    is_brief = names is None and _is_terminal(sys.stdout)
+    return _bundle((*answer(case, retry), *more(case)) if is_brief else tell(case, retry, names), names)
+
+
+def whole(case: Case, retry: Retry | None = None) -> str:
+    """Return the whole diagnosis of ``case`` as text. For ``retry`` see ``bundle``."""
+    return fitted(text.render(tell(case, retry), **looks(sys.stdout)), sys.stdout)
 
 
 def answer_bundles(case: Case, retry: Retry | None = None) -> tuple[dict[str, str], dict[str, str]]:

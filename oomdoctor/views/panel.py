@@ -30,6 +30,7 @@ _AUTO: Final = (
     ("retry by itself, any change", "any"),
 )
 _UNDO: Final = "Take back what the last retry changed"
+_SKIP: Final = "Go on with what is known: what has no forecast yet keeps its estimate"
 _WRAPPING: Final = {"flex_flow": "row wrap", "align_items": "center"}
 """The layout of a row that breaks where the screen is narrow."""
 _FITTING: Final = {"width": "auto", "min_width": "7em"}
@@ -61,6 +62,9 @@ class Doctor(Protocol):
     @property
     def gone(self) -> str:
         """Why the cell cannot be run again any more; nothing while it can, or while its change can be taken back."""
+
+    def skip(self) -> None:
+        """Forecast nothing more: what has no forecast keeps its estimate."""
 
     def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
         """Keep in the notebook what a button has put out, in the form that notebooks have."""
@@ -101,6 +105,8 @@ class Panel:
         )
         self._fit.observe(lambda _: self._fit_in(), "value")
         self._buttons.output.observe(lambda change: doctor.keep(change["new"]), "outputs")
+        self._skip = widgets.Button(description="Skip forecasts", tooltip=_SKIP, layout=_FITTING)
+        self._skip.on_click(lambda _: doctor.skip())
         self._why, self._note = widgets.HTML(layout=_REST), widgets.HTML()
         self._others = Part(widgets, "Other fixes", "What else may help, and settings")
         first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
@@ -132,6 +138,14 @@ class Panel:
         self._fill(case.plan, retry.chosen[0] if retry.chosen else None)
         self.refresh()
 
+    def show_progress(self, plan: Plan, elapsed_s: float) -> None:
+        """Show how many fixes have a forecast by now, and the best that is known so far."""
+        made = sum(one.forecast.peak is not None and one.forecast.estimated is None for one in plan.candidates)
+        best = Retry.of(plan).chosen[:1]
+        self._waits = f"Forecasts: {made} of {len(plan.candidates)} fixes, {elapsed_s:.0f} s."
+        self._note.value = f'<span role="status">{self._waits}</span>'
+        self._why.value = _told("".join(f"Best so far: {part('inline', offered(one))}" for one in best))
+
     def refresh(self) -> None:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
@@ -158,7 +172,8 @@ class Panel:
         others = [row.box for row in self._rows if row is not first]
         self._others.show(f"Other fixes ({len(others)})" if others else "Settings", [*others, self._settings])
         change = [] if first is None else [first.change.button]
-        controls = [*change, self._others.button, self._undo, self._note]
+        skip = [self._skip] if plan.pending else []
+        controls = [*change, *skip, self._others.button, self._undo, self._note]
         parts = [] if first is None else [first.change.box]
         self.box.children = (
             self._widgets.HBox([self._first, self._why if first is None else first.text], layout=_WRAPPING),

@@ -51,8 +51,12 @@ class Prices:
         if self.fixes:
             yield Fixes(self.fixes)
         if self.refusals:
-            rows = (Text.assemble((fix, "path"), ": ", prose(reason)) for fix, reason in self.refusals)
-            yield Fold("Considered and refused", (Items(tuple(rows), most=_MOST_REFUSALS),))
+            alike: dict[str, list[str]] = {}
+            for fix, reason in self.refusals:
+                alike.setdefault(reason, []).append(fix)
+            rows = (Text.assemble((", ".join(ids), "path"), ": ", prose(reason)) for reason, ids in alike.items())
+            number = labels.count(len(self.refusals), "fix", "fixes")
+            yield Fold("Considered and refused", (Items(tuple(rows), most=_MOST_REFUSALS),), aside=number)
 
     def without_commands(self) -> Prices:
         """Return it for where no command can be typed, or would apply to something else."""
@@ -67,25 +71,27 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
     """
     unchanged = plan.unchanged
     fits = unchanged.peak is not None and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
-    # A failure that did not say how much it asked for contradicts a forecast that fits.
-    unsized = fits and incident is not None and incident.is_oom and incident.requested is None
+    # A failure contradicts a forecast that fits, unless it tells of another limit than that of the forecast.
+    has_failed = incident is not None and incident.is_oom
+    unsized = fits and has_failed and incident is not None and incident.requested is None
+    is_known = not has_failed or unchanged.verdict is Verdict.TOO_LARGE or (fits and not unsized)
     return Prices(
-        unchanged=_unknown_need(unchanged) if unsized else _need(unchanged),
+        unchanged=_need(unchanged) if is_known or unchanged.peak is None else _failed_need(unchanged),
         fixes=fix_rows(plan),
         unfixed=_unfixed(plan, fits=not unsized),
         refusals=tuple((labels.clean(fix, 120), labels.clean(reason)) for fix, reason in plan.refusals),
     )
 
 
-def _unknown_need(unchanged: Forecast) -> str:
-    seen = f" ({labels.about(unchanged.peak)} was found: {basis(unchanged)})" if unchanged.peak else ""
-    told = f"What this cell needs unchanged is not known: it failed, and the failure gave no size{seen}."
-    return _with_reason(told, unchanged)
+def _failed_need(unchanged: Forecast) -> str:
+    """Return what is known of the need of a cell that has failed, whatever was forecast: more than there is."""
+    more = "there was" if unchanged.budget is None else format_size(unchanged.budget)
+    return _with_reason(f"As written, this cell needs more than {more}.", unchanged)
 
 
 def _lacking(forecast: Forecast) -> str:
     """Return why there is no forecast, or no better one."""
-    return f"No {'better ' if forecast.peak else ''}forecast: {labels.clean(forecast.refused or '')}"
+    return f"{'Rough estimate' if forecast.peak else 'No forecast'}: {labels.clean(forecast.refused or '')}"
 
 
 def _with_reason(told: str, unchanged: Forecast) -> str:
@@ -107,12 +113,12 @@ def _need(unchanged: Forecast) -> str:
     """Return in one sentence what the cell needs without any change."""
     if unchanged.peak is None:
         reason = labels.clean(unchanged.refused or unchanged.basis).removesuffix(".")
-        return f"Unchanged, this cell has no forecast: {reason}."
+        return f"As written, this cell has no forecast: {reason}."
     line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
     verdict = f"{labels.verdict(unchanged.verdict)}{_tensors(unchanged)} ({basis(unchanged)})"
     need = f"{labels.about(_counted(unchanged))} ({_quantity(unchanged)})"
-    return _with_reason(f"Unchanged, this cell needs {need}{budget}{line}: {verdict}.", unchanged)
+    return _with_reason(f"As written, this cell needs {need}{budget}{line}: {verdict}.", unchanged)
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:

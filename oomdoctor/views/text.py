@@ -67,6 +67,8 @@ _LEVELS: Final = "▁▂▃▄▅▆▇█"
 _INDENT, _GAP = 2, 2
 _NARROW: Final = 60
 _LONGEST_BAR: Final = 100
+_SLIM: Final = 3
+"""Segments that the legend of a slim bar names."""
 
 
 def render(
@@ -123,6 +125,8 @@ class _Renderer:
             case Source():
                 place = Text(f"{block.before}{block.place} │ ", "muted")
                 yield Text("  ") + self._inline(place) + Text(block.line, "strong")
+            case Bar(is_slim=True):
+                yield from draw(block, self._bar_width, most=_SLIM)[-2:]
             case Bar():
                 yield from draw(block, self._bar_width)
             case Timeline():
@@ -232,8 +236,12 @@ def _indented(part: RenderableType) -> Padding:
     return Padding(part, (0, 0, 0, _INDENT))
 
 
-def draw(bar: Bar, width: int) -> list[Text]:
-    """Return the lines of ``bar``: its title, its budget marker, the bar, and the legend."""
+def draw(bar: Bar, width: int, *, most: int | None = None) -> list[Text]:
+    """Return the lines of ``bar``: its title, its budget marker, the bar, and the legend.
+
+    Args:
+        most: how many segments the legend names, the largest ones; they stand on one line if they fit.
+    """
     groups = _groups(bar.segments, width)
     kinds = [_kind(group) for group in groups]
     cells = _cells([sum(segment.ratio for segment in group) for group in groups], width)
@@ -241,7 +249,9 @@ def draw(bar: Bar, width: int) -> list[Text]:
     for kind, cell_count in zip(kinds, cells, strict=True):
         line.append(labels.KINDS[kind].sign * cell_count, labels.KINDS[kind].style)
     beyond = sum(count for count, kind in zip(cells, kinds, strict=True) if kind == "over")
-    return [*_heading(bar, beyond, width), line, *flow((_entry(group) for group in groups), width)]
+    named = groups if most is None else sorted(groups, key=lambda group: -sum(one.ratio for one in group))[:most]
+    legend = flow((_entry(group) for group in groups if group in named), width)
+    return [*_heading(bar, beyond, width), line, *(legend if most is None else legend[:1])]
 
 
 def flow(entries: Iterable[Text], width: int) -> list[Text]:

@@ -55,7 +55,7 @@ def test_a_healed_cell_is_undone(open_notebook):
     page.expect_says(1, "as before False True")
     page.wait_until_idle()
     page.button(1, "Undo").click()
-    page.expect_says(1, "was taken back")
+    page.expect_says(1, "Undone: ")
     page.wait_until_idle()
     page.shot("undone")
     page.run(2)

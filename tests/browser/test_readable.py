@@ -11,6 +11,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from failing_cells import TRAIN, TRAINING
 from looks import contrasts, scrolled, sticking_out
 from nbconvert import HTMLExporter
@@ -70,6 +71,14 @@ def test_every_text_stands_out_from_what_is_behind_it(diagnosed, theme):
         assert len(found) > least
         faint = sorted({(ratio, text) for text, ratio in found if ratio < WCAG_AA})
         assert not faint, faint
+
+
+@pytest.mark.parametrize("part", [".jp-OutputArea section", ".oomdoctor-panel"])
+def test_axe_finds_no_fault(diagnosed, part):
+    """The checks of axe-core for people who see little, use no mouse, or have the page read to them."""
+    page = unfolded(diagnosed)
+    found = Axe().run(page.page, context=part).response["violations"]
+    assert not [(one["id"], node["html"][:200]) for one in found for node in one["nodes"]]
 
 
 def test_nothing_sticks_out_of_a_narrow_window(diagnosed):

@@ -51,7 +51,7 @@ def test_fixes_are_named_by_their_titles(tmp_path, capsys):
     path.write_text(OOM)
     assert main(["explain", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "  Let go of the traceback of an earlier failure (`release_traceback`)\n" in out
+    assert "  Release the traceback of an earlier failure (`release_traceback`)\n" in out
 
 
 def test_the_title_of_every_fix_is_read_from_its_module_as_it_is_there():

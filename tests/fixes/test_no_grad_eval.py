@@ -254,17 +254,20 @@ FEATURES = """
 @pytest.mark.parametrize(
     ("sources", "named"),
     [
-        ((SETUP, FEATURES), "`feats` would hold no graph"),
-        ((SETUP, "x = test_loader[0][0]\nout = model(x)"), "`out` would hold no graph"),
-        ((SETUP, "x = test_loader[0][0]\nmodel(x)"), "`Out` would hold no graph"),
-        ((SETUP, "kept = {}", "kept['a'] = [model(x) for x, _ in test_loader]"), "`kept` would hold no graph"),
+        ((SETUP, FEATURES), "`feats` will hold values without gradients"),
+        ((SETUP, "x = test_loader[0][0]\nout = model(x)"), "`out` will hold values without gradients"),
+        ((SETUP, "x = test_loader[0][0]\nmodel(x)"), "`Out` will hold values without gradients"),
+        (
+            (SETUP, "kept = {}", "kept['a'] = [model(x) for x, _ in test_loader]"),
+            "`kept` will hold values without gradients",
+        ),
         (
             (SETUP, "def predict(net):\n    return torch.cat([net(x) for x, _ in test_loader])", "p = predict(model)"),
-            "`p` would hold no graph",
+            "`p` will hold values without gradients",
         ),
         (
             (SETUP, "seen = []\ndef run():\n    for x, _ in test_loader:\n        seen.append(model(x))", "run()"),
-            "`seen` would hold no graph",
+            "`seen` will hold values without gradients",
         ),
     ],
 )

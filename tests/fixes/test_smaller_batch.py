@@ -534,8 +534,8 @@ def test_proposals_divide_the_batch_of_the_loader() -> None:
     assert [proposal.dose["batch_size"] for proposal in made] == [16, 8, 4, 2, 1]
     assert all(proposal.effect is Effect.CHANGES_RESULT for proposal in made)
     assert made[0].caveat == (
-        "each step averages over 16 samples and no longer over 32, and the same samples take 2 times as many steps: "
-        "the training goes another way, and the learning rate was chosen for the larger batch"
+        "batches of 16 instead of 32, and the same samples take 2 times as many steps: different results; "
+        "consider a lower learning rate"
     )
     scales = (64 << 20) + (1 << 20)
     assert [proposal.saves for proposal in made[:2]] == [scales // 2, scales * 3 // 4]
@@ -566,7 +566,7 @@ def test_the_number_of_steps_is_told_as_the_loop_has_it(sources: tuple[str, ...]
     quarter = made[1]
     assert quarter.dose["batch_size"] == 8
     assert quarter.caveat is not None
-    assert quarter.caveat.startswith(f"each step averages over 8 samples and no longer over 32, and {told}: ")
+    assert quarter.caveat.startswith(f"batches of 8 instead of 32, and {told}: ")
     assert (quarter.slowdown < 1) == (told is FIXED), "as many steps of smaller batches take less time"
 
 

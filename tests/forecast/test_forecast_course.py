@@ -1,4 +1,4 @@
-"""How the memory goes on the way: what is alive at the peak, the timeline, and what operations need for themselves."""
+"""Memory over time on the way: what is alive at the peak, the timeline, and what operations need for themselves."""
 
 import gc
 from collections import Counter

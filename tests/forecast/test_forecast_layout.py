@@ -224,7 +224,7 @@ marked = {{first.untyped_storage()._cdata, second.untyped_storage()._cdata}}
 device_in_use.lies_there = lambda found, card: (
     (found.untyped_storage() if isinstance(found, torch.Tensor) else found)._cdata in marked
 )
-card = Card(held=12 * MIB, flag=flag, segments=segments)  # 2 MiB of it no tensor shows
+card = Card(held=12 * MIB, flag=flag, segments=segments)  # 2 MiB outside tensors shows
 dry_runs.in_use = lambda: card
 ns = {{"torch": torch, "first": first, "second": second}}
 del first, second

@@ -101,7 +101,7 @@ def test_a_plan_says_what_the_cell_then_takes(tmp_path: Path) -> None:
     assert "on cuda:0 (simulated): ✗ too large" in told
     largest = int(re.search(r"A batch of (\d+) samples fits", told)[1])  # type: ignore[index]
     assert 1 <= largest < 256
-    assert "1. Take each batch in parts and accumulate their gradients" in told
+    assert "1. Split each batch and accumulate gradients" in told
     assert run.text("not-run") == "0 losses: nothing was run"
     assert steps == 8
     assert plan["fits"] is True

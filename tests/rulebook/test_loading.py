@@ -66,7 +66,7 @@ def test_a_good_file_has_no_faults(check):
         ("{incident.requested:size}", "{incident.requested:huge}", 10, "cannot be printed as 'huge'"),
         ("{incident.requested:size}", "{incident.requested.real:size}", 10, "no fact"),
         ("{incident.requested:size}", "{incident", 10, "does not parse"),
-        ("[micro_batch]", "[micro_batsch]", 12, "there is no fix 'micro_batsch'"),
+        ("[micro_batch]", "[micro_batsch]", 12, "unknown fix 'micro_batsch'"),
         ("requested: 2GiB, free: 1GiB", "requested: 1GiB, free: 2GiB", 16, "does not fire on this example"),
         ("requested: 1GiB, free: 2GiB", "requested: 3GiB, free: 2GiB", 18, "fires on this example"),
         ("requested: 1GiB, free: 2GiB", "wanted: 1GiB", 18, "there is no fact 'incident.wanted'"),

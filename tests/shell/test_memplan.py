@@ -78,7 +78,7 @@ def test_a_cell_is_forecast_and_not_run(ready: Kernel) -> None:
         assert re.search(r"on cuda:0 \(simulated\): ✓ fits \(dry run, ± \d+ %\)", " ".join(shown.split()))
         assert "H200 141 GB" in shown
         assert "there seem to be no more samples" in " ".join(shown.split())
-        assert "How the memory goes" in shown
+        assert "Memory over time" in shown
         assert "At the peak" in shown
         assert "What to change" not in shown
     assert "peak at line 4 │ loss.backward()" in plain

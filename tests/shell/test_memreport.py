@@ -216,7 +216,7 @@ def test_a_host_alone_is_reported_with_its_tensors(kernel: Kernel) -> None:
     assert shown.startswith("host memory")
     words = " ".join(shown.split())
     assert "of that is no tensor); tensors take 40.0 MiB, 100 % of it your tensors in `held`." in words
-    assert "of it no tensor NumPy arrays, Python objects and libraries" in words
+    assert "outside tensors NumPy arrays, Python objects and libraries" in words
     assert words.count("Not on this machine: ") == 1
     for name in ("CUDA", "XPU", "MPS", "NVML"):
         assert len(re.findall(rf"\b{name}\b", words.partition("Not on this machine: ")[2])) == 1

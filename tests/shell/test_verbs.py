@@ -20,7 +20,7 @@ from state_shell import besides, cleared, differing, known, run, said, seed, sta
 from oomdoctor import fixes, pipeline
 from oomdoctor.forecast.attempts import attempt_with_all
 from oomdoctor.model.case import Case, OutcomeKind, State
-from oomdoctor.model.fix import Dose, Patch
+from oomdoctor.model.fix import Dose, Edit, Patch
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.leaves import state_digests
 from oomdoctor.sandbox import primitives
@@ -144,15 +144,32 @@ def test_a_fix_is_had_in_another_dose_than_the_plans(shell: InteractiveShell) ->
     assert known().outcome.fixes == (f"chunked_forward({other})",)
 
 
-def test_earlier_cells_are_shown_as_a_diff_and_the_failing_one_is_inserted(shell: InteractiveShell) -> None:
+def test_the_cell_that_the_change_belongs_to_is_inserted(shell: InteractiveShell) -> None:
     for cell in (*SMALL, FUNCTION, f"%oomdoctor simulate {besides(BUDGET)}"):
         run(shell, cell)
     assert not run(shell, "train()  # go")[0].success
     told = said(shell, "%oomdoctor fix micro_batch --insert")
-    assert told.startswith("--- In[3]\n+++ In[3] fixed\n")
-    assert "the next cell has In[5] as it is; nothing was run\n" in told
-    assert "first change and run In[3] as the diff above says" in told
-    assert shell.rl_next_input == "train()  # go"
+    assert re.fullmatch(r"the next cell has In\[3\] with micro_batch\(parts=\d+\); nothing was run\n", told)
+    assert shell.rl_next_input.startswith(FUNCTION.partition("\n")[0])
+    assert shell.rl_next_input != FUNCTION
+
+
+def test_several_changed_cells_are_labelled(shell: InteractiveShell) -> None:
+    case = failed(shell)
+    edits = tuple(Edit(cell=at, before="", after=f"x = {at}", replay="") for at in (1, 2))
+    first = replace(case.plan.candidates[0], patch=Patch(edits=edits))
+    pipeline.record(replace(case, plan=replace(case.plan, candidates=(first,))))
+    assert "the next cell has In[1] and In[2] with " in said(shell, "%oomdoctor fix 1 --insert")
+    assert shell.rl_next_input == "# In[1], changed\nx = 1\n\n# In[2], changed\nx = 2"
+
+
+def test_why_tells_all_of_the_last_failure(shell: InteractiveShell) -> None:
+    assert "no cell that ran out of memory" in said(shell, "%oomdoctor why")
+    case = failed(shell)
+    told = said(shell, "%oomdoctor why")
+    assert case.findings[0].title in told
+    assert "What holds it" in told
+    assert case.plan.candidates[-1].title in told
 
 
 def test_a_fix_that_cannot_be_written_says_so_in_one_line(shell: InteractiveShell) -> None:
@@ -168,7 +185,7 @@ def test_a_fix_that_cannot_be_written_says_so_in_one_line(shell: InteractiveShel
     ("line", "told"),
     [
         ("fix 1 --insert --anyway", "--insert runs nothing"),
-        ("fix 99 --insert", "there is no fix '99'"),
+        ("fix 99 --insert", "unknown fix '99'"),
         ("fix 1 2 --insert", "one fix at a time"),
         ("fix 1 --insrt", "one fix at a time, not '1 --insrt'"),
     ],
@@ -226,9 +243,7 @@ def test_undo_of_a_healed_case_says_that_all_went_back(shell: InteractiveShell) 
     said(shell, "%oomdoctor fix 1")
     assert shell.user_ns["progress"].steps > 2
     label = case.plan.candidates[0].label
-    assert said(shell, "%oomdoctor undo") == (
-        f"{label} was taken back; the state is that from before the cell, all of it\n"
-    )
+    assert said(shell, "%oomdoctor undo") == f"Undone: {label}. Everything is as before the cell ran\n"
     assert shell.user_ns["progress"].steps == 0
     outcome = known().outcome
     assert (outcome.kind, outcome.state, outcome.fixes) == (OutcomeKind.OFFERED, State.RESTORED, ())
@@ -258,7 +273,7 @@ def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
     said(shell, "%oomdoctor fix 1 --anyway")
     assert known().outcome.kind is OutcomeKind.HEALED
     told = said(shell, "%oomdoctor undo")
-    assert "the state is that from before the cell, except: `raw` was written in place" in told
+    assert "Everything is as before the cell ran, except: `raw` was written in place" in told
     assert "`open('out', 'w')` cannot be taken back" in told
     assert known().outcome.state is State.UNVERIFIED
     assert shell.user_ns["progress"].steps == 0
@@ -304,7 +319,7 @@ def test_undo_after_later_cells_changes_nothing_and_names_the_cell(
         assert differing(before, state_digests(shell.user_ns)) == []
         assert known().outcome.kind is OutcomeKind.HEALED
     else:
-        assert "was taken back" in told
+        assert "Undone: " in told
 
 
 # The same failure once more -----------------------------------------------------------------------------------------

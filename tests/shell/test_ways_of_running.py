@@ -220,7 +220,7 @@ def test_the_script_of_a_run_in_a_namespace_of_its_own_is_refused_in_one_line(wa
     assert of_the_user(reply)
     assert "Not retried" in reply.text
     assert "namespace of its own" in watched.value(CASE)["outcome"]["why"]
-    assert "there is no fix '1'" in watched.run("%oomdoctor fix 1", ok=True).stderr
+    assert "unknown fix '1'" in watched.run("%oomdoctor fix 1", ok=True).stderr
 
 
 def test_a_thread_that_fails_is_diagnosed_and_says_that_there_is_no_cell(watched: Kernel) -> None:
@@ -332,7 +332,7 @@ def test_the_retry_button_works_on_whichever_thread_it_comes(watched: Kernel, wa
     buttons = Buttons(watched)
     if on_subshell:
         buttons.open_subshell()
-    pressed = buttons.press(button_of(failed, "Retry best"))
+    pressed = buttons.press(button_of(failed, "Fix it"))
     if way == "await":  # no button for it is shown
         assert "type `%oomdoctor retry` in a cell of its own" in pressed.text
         watched.run("%oomdoctor retry", ok=True)

@@ -117,7 +117,7 @@ def test_what_is_absent_is_not_shown() -> None:
     facts = foresight(MEMPLANS["no_batch_fits"]())
     assert blocks(facts, Bar) + blocks(facts, Timeline) + blocks(facts, Items) == []
     shown = text.render(facts)
-    assert [one for one in ("How the memory goes", "Temporaries", "was followed") if one in shown] == []
+    assert [one for one in ("Memory over time", "Temporaries", "was followed") if one in shown] == []
 
 
 def test_no_command_is_offered_that_would_apply_to_another_cell() -> None:

@@ -36,6 +36,11 @@ class Recorder:
         self.auto = "off"
         self.gone = ""
 
+    is_skipped = False
+
+    def skip(self) -> None:
+        self.is_skipped = True
+
     def keep(self, outputs: Any) -> None:
         self.kept = outputs
 
@@ -285,9 +290,14 @@ def test_forecasts_that_come_later_fill_in() -> None:
     made = panel.build(cases.pending(), doctor)
     assert made is not None
     doctor.box = made.box
-    assert list(_buttons(made.box)) == ["Fix it", "Settings", "Undo"], "numbers may still change"
+    assert list(_buttons(made.box)) == ["Fix it", "Skip forecasts", "Settings", "Undo"], "numbers may still change"
     assert not _buttons(made.box)["Fix it"].disabled
     assert "Forecasts are being made" in _text(made.box)
+    made.show_progress(cases.offered().plan, 2.4)
+    assert "Forecasts: 3 of 4 fixes, 2 s." in _text(made.box)
+    assert "Best so far: " in _text(made.box)
+    _buttons(made.box)["Skip forecasts"].click()
+    assert doctor.is_skipped
     made.update(cases.nothing_fits())
     assert "Forecasts are being made" not in _text(made.box)
     assert "Retry with 1" in _buttons(made.box)

@@ -27,7 +27,10 @@ def _told(*children: HostProcess, top: int = 10) -> list[Fact]:
 def test_the_figure_is_what_would_be_freed_if_it_ended() -> None:
     (fact,) = _told(_child("python train.py", 216 * MIB, 14 * MIB, 65 * MIB))
     assert (fact.figure, fact.name) == ("14.0 MiB", "python train.py (pid 40)")
-    assert fact.why == "its alone (USS); 216 MiB with all that it shares (RSS), 65.0 MiB with its part of it (PSS)"
+    assert (
+        fact.why
+        == "private (USS); 216 MiB with all that it shares (RSS), 65.0 MiB with its share of shared pages (PSS)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_workers_of_one_loader_are_one_row() -> None:
     two = [*_workers(" of train_loader", 3, 40), *_workers(" of val_loader", 2, 50), _child("sh", MIB, MIB, MIB, 60)]
     train, val, other = _told(*two)
     assert (train.figure, train.name) == ("39.0 MiB", "3 DataLoader workers of train_loader")
-    assert train.why == "12.0 to 14.0 MiB each, its alone (USS); 216 MiB each with all that it shares (RSS)"
+    assert train.why == "12.0 to 14.0 MiB private each (USS); 216 MiB each with all that it shares (RSS)"
     assert (val.figure, val.name) == ("27.0 MiB", "2 DataLoader workers of val_loader")
     assert other.name == "sh (pid 60)"
     assert [fact.name for fact in _told(*two, top=20)] == [f"{one.label} (pid {one.pid})" for one in two]

@@ -366,7 +366,7 @@ def test_what_shows_that_memory_was_short_is_told() -> None:
     assert facts["7 DataLoader workers"][0] == "6.30 GiB"
     quiet = _facts(cases.evidence(), 1)
     assert set(quiet) == {"this process"}
-    assert "of it no tensor" not in quiet, "tensors were not searched for"
+    assert "outside tensors" not in quiet, "tensors were not searched for"
 
 
 def test_the_page_cache_is_spoken_of_where_it_is_in_question() -> None:
@@ -379,11 +379,11 @@ def test_the_page_cache_is_spoken_of_where_it_is_in_question() -> None:
 
 
 def test_what_is_no_tensor_is_told_where_it_is_most_of_the_process() -> None:
-    figure, why = _facts(cases.crowded().evidence, 1)["of it no tensor"]
+    figure, why = _facts(cases.crowded().evidence, 1)["outside tensors"]
     assert figure == "3.70 GiB"
     assert "NumPy arrays" in why
     small = replace(cases.crowded_host(), rss=2 * GIB)
-    assert "of it no tensor" not in _facts(replace(cases.crowded().evidence, host=small), 1)
+    assert "outside tensors" not in _facts(replace(cases.crowded().evidence, host=small), 1)
 
 
 def _blind_host(reason: str) -> HostMemory:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from cases import healed, simulated
+from cases import CASES, healed, simulated
 
-from oomdoctor.views import bundle, notice_bundle, text
+from oomdoctor.views import bundle, notice_bundle, text, whole
 from oomdoctor.views.diagnosis import tell
 from oomdoctor.views.mime import fitted, looks
 
@@ -20,11 +20,11 @@ class Screen(io.StringIO):
         return True
 
 
-def on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a terminal of 60 columns on the standard output, and a file on the standard error."""
+def on_a_screen(monkeypatch: pytest.MonkeyPatch, columns: int = 60) -> None:
+    """Have a terminal on the standard output, and a file on the standard error."""
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -55,6 +55,16 @@ def test_an_empty_no_color_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     on_a_screen(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "")
     assert looks(sys.stdout)["colour"]
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"healed", "hostile"}))  # of which a notice tells
+def test_a_terminal_shows_the_answer_in_a_few_lines(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    on_a_screen(monkeypatch, columns=80)
+    case = CASES[name]()
+    lines = bundle(case)["text/plain"].rstrip().splitlines()
+    assert len(lines) <= 12
+    assert "%oomdoctor why" in " ".join(lines)
+    assert len(whole(case).splitlines()) > len(lines)
 
 
 def test_what_a_script_shows_goes_by_its_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
