@@ -74,7 +74,7 @@ def survey(
         *(_headline(card.headline) for card in found),
         *apart(*(growth.blocks() if growth is not None else [])),
         *(Section(card.blocks()) for card in found),
-        *((Head("How the memory went"), history) if history is not None else ()),
+        *((Head("Memory over time"), history) if history is not None else ()),
         *apart(*(Line(line, "muted") for line in absences(evidence, absent))),
     )
 

@@ -29,7 +29,7 @@ def saved(open_for_all, server) -> dict[str, Any]:
     report = f"%memreport\n%memreport --html {server.root}/report.html"
     page: Page = open_for_all("pictures", TRAINING, keep, report, f"%%memplan\n{TRAIN}")
     page.run_all()
-    page.expect_says(3, "How the memory goes", timeout_s=150)
+    page.expect_says(3, "Memory over time", timeout_s=150)
     page.wait_until_idle()
     page.save()
     return json.loads((server.root / "pictures.ipynb").read_text())
