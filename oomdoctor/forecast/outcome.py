@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from oomdoctor.allocator.caching import CachingAllocator
 from oomdoctor.allocator.replay import Replay, replay
@@ -200,18 +200,20 @@ def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course
         meter: what the operations cost.
         statements: lines at which the statements of the cell begin, in order.
     """
-    sizes = ledger.alive_after(ledger.peak_at)
-    last = ledger.note(ledger.events[ledger.peak_at - 1][1]) if ledger.peak_at else None
-    roles, temporaries = Counter[Role](), Counter[str]()
-    for number, nbytes in sizes.items():
+    temporaries = Counter[str]()
+    for number, nbytes in ledger.alive_after(ledger.peak_at).items():
         note = ledger.note(number)
-        roles[_role(note, last, statements)] += nbytes
         if note.temporary is not None and note.role is None:
             temporaries[note.temporary] += nbytes
+    points = _points(ledger)
+    seen = _by_role(ledger, {ledger.peak_at, *(at for at, *_ in points)}, statements)
+    at_peak = seen[ledger.peak_at].most_common()
+    ranked = dict.fromkeys(role for roles in (dict(at_peak), *seen.values()) for role in roles)
     return Course(
-        at_peak=tuple((role, nbytes) for role, nbytes in roles.most_common() if nbytes),
+        at_peak=tuple((role, nbytes) for role, nbytes in at_peak if nbytes),
         lasting=_lasting(ledger),
-        points=tuple(_points(ledger)),
+        points=tuple((level, line) for _, level, line in points),
+        by_role=tuple((role, tuple(seen[at][role] for at, *_ in points)) for role in ranked),
         temporaries=tuple((name, nbytes) for name, nbytes in temporaries.most_common() if nbytes),
         flops=meter.flops,
         moved=meter.moved,
@@ -230,29 +232,62 @@ def _lasting(ledger: Ledger) -> tuple[tuple[Role, int], ...]:
     return tuple(most.items())
 
 
-def _role(note: Note, last: Note | None, statements: Sequence[int]) -> Role:
-    """Return what an allocation was there for when ``last``, which made the peak, was made."""
-    if note.role is not None:
-        return note.role
-    if note.temporary is not None or (note.in_graph and not note.detached):
-        return Role.ACTIVATION
-    if last is None or note.statement is None:
+def _by_role(ledger: Ledger, wanted: Collection[int], statements: Sequence[int]) -> dict[int, Counter[Role]]:
+    """Return what was alive after each so many events, by role. What has one trait has one role at any moment."""
+    sizes, levels, found = dict[int, int](), Counter[_Trait](), {0: Counter[Role]()}
+    last = _Trait()
+    for count, event in enumerate(ledger.events, 1):
+        trait = _trait(ledger.note(event[1]), statements)
+        if event[0] == "alloc":
+            last, size = trait, event[2]
+            sizes[event[1]] = size
+        else:
+            size = -sizes.pop(event[1])
+        levels[trait] += size
+        if not levels[trait]:
+            del levels[trait]
+        if count in wanted:
+            roles = found[count] = Counter()
+            for each, nbytes in levels.items():
+                roles[_role(each, last)] += nbytes
+    return found
+
+
+class _Trait(NamedTuple):
+    """What an allocation is judged by: its role where that is told, else when the cell made it and what for."""
+
+    role: Role | None = None
+    turn: int = 0
+    statement: int | None = None
+    fed: bool = False
+
+
+def _trait(note: Note, statements: Sequence[int]) -> _Trait:
+    is_activation = note.temporary is not None or (note.in_graph and not note.detached)
+    statement = None if note.statement is None else bisect_right(statements, note.statement)
+    return _Trait(note.role or (Role.ACTIVATION if is_activation else None), note.turn, statement, note.fed)
+
+
+def _role(trait: _Trait, last: _Trait) -> Role:
+    """Return what an allocation was there for when ``last`` was made."""
+    if trait.role is not None:
+        return trait.role
+    if trait.statement is None:
         return Role.USER_TENSOR
-    if note.turn == last.turn and _statement(note, statements) == _statement(last, statements):
+    if (trait.turn, trait.statement) == (last.turn, last.statement):
         return Role.ACTIVATION
-    return Role.BATCH if note.fed else Role.USER_TENSOR
+    return Role.BATCH if trait.fed else Role.USER_TENSOR
 
 
-def _statement(note: Note, statements: Sequence[int]) -> int:
-    return bisect_right(statements, note.statement or 0)
+def _points(ledger: Ledger) -> list[tuple[int, int, int | None]]:
+    """Return what was alive when the cell began, and then the highest of each bin of events.
 
-
-def _points(ledger: Ledger) -> list[tuple[int, int | None]]:
-    """Return what was alive when the cell began, and then the highest of each bin of events."""
+    Each is the number of events until then, bytes, and the line.
+    """
     begun = len(ledger.events) if ledger.begun is None else ledger.begun
     sizes = ledger.alive_after(begun)
     level, line = sum(sizes.values()), None
-    points: list[tuple[int, int | None]] = [(level, line)]
+    points: list[tuple[int, int, int | None]] = [(begun, level, line)]
     width = -(-(len(ledger.events) - begun) // (_POINTS - 1))
     for index, event in enumerate(ledger.events[begun:]):
         if event[0] == "alloc":
@@ -261,7 +296,7 @@ def _points(ledger: Ledger) -> list[tuple[int, int | None]]:
         else:
             level -= sizes.pop(event[1])
         if index % width == 0:
-            points.append((level, line))
-        elif level > points[-1][0]:
-            points[-1] = level, line
+            points.append((begun + index + 1, level, line))
+        elif level > points[-1][1]:
+            points[-1] = begun + index + 1, level, line
     return points

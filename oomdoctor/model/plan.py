@@ -42,6 +42,7 @@ class Course:
         lasting: what parameters, gradients and optimizer state took when they took most together, ``(role, bytes)``.
         points: ``(bytes alive, line of the cell)`` in the order of the operations. Where several operations share a
             point, it is the highest of them.
+        by_role: what the points are made of, ``(role, bytes at each point)``, largest at the peak first.
         temporaries: what operations needed for their own time at the peak, ``(name, bytes)``: buffers of optimizers,
             workspaces of libraries.
         flops: floating point operations of the part that was followed; ``moved``: bytes that it read and wrote.
@@ -50,6 +51,7 @@ class Course:
     at_peak: tuple[tuple[Role, int], ...] = ()
     lasting: tuple[tuple[Role, int], ...] = ()
     points: tuple[tuple[int, int | None], ...] = ()
+    by_role: tuple[tuple[Role, tuple[int, ...]], ...] = ()
     temporaries: tuple[tuple[str, int], ...] = ()
     flops: float = 0.0
     moved: float = 0.0

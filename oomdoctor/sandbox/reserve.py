@@ -140,6 +140,11 @@ def resident() -> int:
     return pages.raw.count(b"\1") * mmap.PAGESIZE
 
 
+def process_resident() -> int:
+    """Return the resident set of this process, without what is kept back. Linux alone tells."""
+    return _pages(1) * mmap.PAGESIZE - resident()
+
+
 def of_process() -> tuple[int, int] | None:
     """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where none is set."""
     if sys.platform != "linux":
@@ -154,7 +159,7 @@ def of_process() -> tuple[int, int] | None:
 
 
 def _pages(column: int) -> int:
-    """Return a column of ``statm``: the address space, or data and stack. Source: proc_pid_statm(5)."""
+    """Return a column of ``statm``: address space, resident set, or data and stack. Source: proc_pid_statm(5)."""
     with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - it is read beside each cell
         return int(file.read().split()[column])
 

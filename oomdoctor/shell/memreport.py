@@ -24,6 +24,7 @@ from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, 
 
 if TYPE_CHECKING:
     from oomdoctor.views.displayed import Report
+    from oomdoctor.views.document import Timeline
     from oomdoctor.views.memory_report import GrowthRows
 
 
@@ -62,6 +63,10 @@ Reading: TypeAlias = dict[tuple[str, int], int]
 """What is in use of each memory at one moment, in bytes."""
 
 
+_CELLS: Final = 256
+"""Cells whose ends are kept."""
+
+
 class MemReport:
     """The magic in one shell.
 
@@ -74,6 +79,7 @@ class MemReport:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._last: tuple[int, Report] | None = None
+        self._device, self._ends = "", deque[tuple[int, int]](maxlen=_CELLS)
         self.number: int = shell.execution_count
         self._cells: deque[CellGrowth] = deque(maxlen=_MOST_CELLS)
         self._live: LiveReport | None = None
@@ -132,7 +138,7 @@ class MemReport:
         report = whole if options.device is None else whole.of(options.device)
         earlier, self._last = self._last, (number, whole)
         growth = self._growth(earlier, report, options.top or TOP) if options.diff else None
-        survey = report.survey(top=options.top or TOP, growth=growth)
+        survey = report.survey(top=options.top or TOP, growth=growth, history=self._history(report))
         if options.json is None and options.html is None and options.snapshot is None:
             display(report_bundle(survey), raw=True)
             return
@@ -173,6 +179,27 @@ class MemReport:
                 pipeline.check_snapshot()
             cells = cells_until(self._shell, number, "")
             return pipeline.report(self._shell.user_ns, cells, filenames_of(self._shell, number))
+
+    def note_end(self) -> None:
+        """Note how much is in use at the end of a cell, or so far; of one device, the first that is in use."""
+        device, size = pipeline.in_use() or ("", 0)
+        if device != self._device or (self._ends and self._ends[-1][1] > self.number):
+            self._ends.clear()
+        if self._ends and self._ends[-1][1] == self.number:
+            self._ends.pop()
+        self._device = device
+        if device:
+            self._ends.append((size, self.number))
+
+    def _history(self, report: Report) -> Timeline | None:
+        """Return how much was in use at the ends of cells, where the report is of the device that they are known of."""
+        from oomdoctor.views.document import Timeline
+
+        self.note_end()
+        device = next((one for one in report.evidence.devices if one.name == self._device), None)
+        if device is None:
+            return None
+        return Timeline.of_cells(self._ends, device.total if isinstance(device.total, int) else None)
 
     def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
         from oomdoctor.views.memory_report import NOTHING_YET, growth_rows

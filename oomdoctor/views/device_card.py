@@ -13,7 +13,8 @@ from oomdoctor.model.memory import Census, DeviceMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.views import labels
 from oomdoctor.views.document import Bar, Document, Line, Table, apart, given
-from oomdoctor.views.holders import NAMELESS, TOP, Holders, grouped, holders
+from oomdoctor.views.holder_groups import NAMELESS, grouped
+from oomdoctor.views.holders import TOP, Holders, holders
 
 _PROCESSES: Final = 5
 _CACHE_WORTH_TELLING: Final = 0.25

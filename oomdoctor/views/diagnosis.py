@@ -36,7 +36,8 @@ from oomdoctor.views.document import (
     given,
     prose,
 )
-from oomdoctor.views.holders import holders, within, worth_telling
+from oomdoctor.views.holder_groups import within
+from oomdoctor.views.holders import holders, worth_telling
 from oomdoctor.views.prices import CHANGED, WHY, aftermath, offered, prices
 
 if TYPE_CHECKING:

@@ -86,9 +86,9 @@ class Report:
         found.only = found.evidence.device.name
         return found
 
-    def survey(self, *, top: int = TOP, growth: GrowthRows | None = None) -> Document:
+    def survey(self, *, top: int = TOP, growth: GrowthRows | None = None, history: Timeline | None = None) -> Document:
         """Return what is shown of it."""
-        return survey(self.evidence, top=top, growth=growth, absent=self.absent)
+        return survey(self.evidence, top=top, growth=growth, history=history, absent=self.absent)
 
     def diff(self, other: Report) -> Grown:
         """Return what grew between this report and ``other``, from the earlier to the later.
@@ -244,7 +244,7 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
     title = f"Forecast of In[{plan.cell.number}], made without running it"
     for number, name in (names or {}).items():
         title, change = (text.replace(f"In[{number}]", name) for text in (title, change))
-    bar, goes, work = _bar(forecast, course), Timeline.of(course), _work(course)
+    bar, goes, work = _bar(forecast, course), Timeline.of(course, limit=forecast.budget), _work(course)
     temporaries = tuple(f"{format_size(size)} for {labels.clean(name, 120)}" for name, size in course.temporaries)
     return (
         Line(labels.clean(title), "name"),

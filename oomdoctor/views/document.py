@@ -8,12 +8,14 @@ program has gone through ``labels.clean``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 from rich.text import Text
 
+from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course, Verdict
 from oomdoctor.model.sizes import format_size
 
@@ -208,53 +210,84 @@ class Timeline:
     Attributes:
         sentence: the same in words.
         points: ``(bytes, line)`` in the order of the operations.
-        budget_bytes: where the memory ends, None where no line is drawn for it.
+        by_role: what the points are made of, ``(role, bytes at each point)``; empty where that is not known.
+        budget_bytes: where the memory ends, None where the sentence is not about it.
+        limit_bytes: where a picture shows that it ends.
+        axis: what the lines are: of a cell, or numbers of cells, where each point is the end of one.
     """
 
     sentence: str
     points: tuple[tuple[int, int | None], ...]
+    by_role: tuple[tuple[Role, tuple[int, ...]], ...] = ()
     budget_bytes: int | None = None
+    limit_bytes: int | None = None
+    axis: Literal["lines", "cells"] = "lines"
 
     @classmethod
-    def of(cls, course: Course | None, budget: int | None = None) -> Timeline | None:
+    def of(cls, course: Course | None, budget: int | None = None, *, limit: int | None = None) -> Timeline | None:
         """Return the timeline of ``course``, None where no dry run saw one.
 
         Args:
-            budget: bytes that there are, where the timeline is to be held against them.
+            budget: bytes that there are, where the timeline is to be held against them in words.
+            limit: bytes that there are, where it is not.
         """
         if course is None or not course.points:
             return None
         first, last, peak = course.points[0], course.points[-1], max(course.points, key=lambda point: point[0])
-        sentence = f"From {_point(*first)} to the peak of {_point(*peak)}; {_point(*last)} where it was last seen."
+        sentence = f"From {point(*first)} to the peak of {point(*peak)}; {point(*last)} where it was last seen."
         if budget is not None:
             passed = next((line for size, line in course.points if size > budget), 0)
             within = f"Its tensors stay within the budget of {format_size(budget)}."
-            sentence += f" {within if passed == 0 else f'It first passes the budget of {_point(budget, passed)}.'}"
-        return cls(sentence=sentence, points=course.points, budget_bytes=budget)
+            sentence += f" {within if passed == 0 else f'It first passes the budget of {point(budget, passed)}.'}"
+        limit = limit if budget is None else budget
+        return cls(
+            sentence=sentence, points=course.points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit
+        )
 
-    @property
-    def budget_ratio(self) -> float | None:
-        """Where the memory ends as a share of the whole height."""
-        return None if self.budget_bytes is None else self.budget_bytes / self._top
+    @classmethod
+    def of_cells(cls, ends: Sequence[tuple[int, int]], limit: int | None) -> Timeline | None:
+        """Return how much was in use at the end of each cell, ``(bytes, number)``; None of fewer than two."""
+        if len(ends) < 2:
+            return None
+        first, last, peak = (point(*end, "cells") for end in (ends[0], ends[-1], max(ends)))
+        sentence = f"At the ends of cells: {first}, at most {peak}, now {last}."
+        return cls(sentence=sentence, points=tuple(ends), limit_bytes=limit, axis="cells")
 
     @property
     def _top(self) -> int:
         return max(self.budget_bytes or 0, *(size for size, _ in self.points)) or 1
 
-    def columns(self, count: int) -> tuple[Column, ...]:
-        """Return the timeline in at most so many columns."""
+    def highest(self, count: int) -> tuple[int, ...]:
+        """Return the places of the highest points of at most so many stretches."""
         share = max(len(self.points) / count, 1.0)
         edges = [round(at * share) for at in range(round(len(self.points) / share) + 1)]
-        bins = [self.points[start:end] for start, end in pairwise(edges) if start < end]
-        return tuple(self._column(*max(points, key=lambda point: point[0])) for points in bins)
+        bins = [range(start, end) for start, end in pairwise(edges) if start < end]
+        return tuple(max(places, key=lambda at: self.points[at][0]) for places in bins)
+
+    def columns(self, count: int) -> tuple[Column, ...]:
+        """Return the timeline in at most so many columns."""
+        return tuple(self._column(*self.points[at]) for at in self.highest(count))
 
     def _column(self, size: int, line: int | None) -> Column:
         over = size == self._top if self.budget_bytes is None else size > self.budget_bytes
-        return Column(size / self._top, "over" if over else "parameter", _point(size, line))
+        return Column(size / self._top, "over" if over else "parameter", point(size, line, self.axis))
 
 
-def _point(size: int, line: int | None) -> str:
-    return format_size(size) if line is None else f"{format_size(size)} at line {line}"
+@dataclass(frozen=True, slots=True)
+class Treemap:
+    """Who holds the memory, by module and name: what a table of holders says, as areas. Text has the table alone.
+
+    Attributes:
+        tiles: of each kind, ``(name, bytes)``; the largest first in both.
+    """
+
+    tiles: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+
+def point(size: int, line: int | None, axis: str = "lines") -> str:
+    """Return a point of a timeline in words."""
+    where = f"after In[{line}]" if axis == "cells" else f"at line {line}"
+    return format_size(size) if line is None else f"{format_size(size)} {where}"
 
 
 class Gauge(NamedTuple):
@@ -301,5 +334,21 @@ class Fixes:
     rows: tuple[FixRow, ...]
 
 
-Block = Line | Head | Source | Items | Table | Notice | Causes | Diff | Fold | Static | Section | Bar | Timeline | Fixes
+Block = (
+    Line
+    | Head
+    | Source
+    | Items
+    | Table
+    | Notice
+    | Causes
+    | Diff
+    | Fold
+    | Static
+    | Section
+    | Bar
+    | Timeline
+    | Treemap
+    | Fixes
+)
 Document = tuple[Block, ...]

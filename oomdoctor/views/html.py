@@ -14,6 +14,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from oomdoctor.views import timeline, treemap
 from oomdoctor.views.document import Document, Inline, prose
 from oomdoctor.views.labels import KINDS, TONES
 
@@ -65,8 +66,10 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(spans=_spans, fill=_fill, share=_share)
-    environment.globals.update(tones=TONES)
+    environment.filters.update(spans=_spans, fill=_fill, share=_share, timeline=timeline.drawn, treemap=treemap.drawn)
+    environment.globals.update(
+        tones=TONES, kinds=KINDS, heights={"timeline": timeline.HEIGHT, "treemap": treemap.HEIGHT}
+    )
     return environment
 
 

@@ -16,9 +16,10 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import labels
 from oomdoctor.views.device_card import Card, device_card
-from oomdoctor.views.document import Bar, Block, Document, Line, Section, Table, apart, prose
+from oomdoctor.views.document import Bar, Block, Document, Head, Line, Section, Table, Timeline, apart, prose
 from oomdoctor.views.growth import Change, DeviceGrowth, compare
-from oomdoctor.views.holders import TOP, WEIGHTS, one_per_group
+from oomdoctor.views.holder_groups import WEIGHTS, one_per_group
+from oomdoctor.views.holders import TOP
 from oomdoctor.views.host_card import host_card
 
 _HOST: Final = "cpu"
@@ -57,6 +58,7 @@ def survey(
     *,
     top: int = TOP,
     growth: GrowthRows | None = None,
+    history: Timeline | None = None,
     absent: Sequence[tuple[str, Unavailable]] = (),
 ) -> Document:
     """Return one sentence for each memory of ``evidence``, then the devices one by one, then the host.
@@ -64,6 +66,7 @@ def survey(
     Args:
         top: holders to list for each device. Above ``holders.TOP`` weights are listed one by one, and all limits.
         growth: what grew since an earlier report, where that was asked for.
+        history: how much was in use at the ends of the cells so far.
         absent: what is known to be missing on this machine, by name.
     """
     found = cards(evidence, top=top)
@@ -71,6 +74,7 @@ def survey(
         *(_headline(card.headline) for card in found),
         *apart(*(growth.blocks() if growth is not None else [])),
         *(Section(card.blocks()) for card in found),
+        *((Head("Memory over time"), history) if history is not None else ()),
         *apart(*(Line(line, "muted") for line in absences(evidence, absent))),
     )
 

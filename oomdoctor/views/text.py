@@ -39,6 +39,7 @@ from oomdoctor.views.document import (
     Static,
     Table,
     Timeline,
+    Treemap,
     prose,
 )
 
@@ -134,6 +135,8 @@ class _Renderer:
                 styles = ("red" if one.kind == "over" else "blue" for one in columns)
                 yield _indented(Text.assemble(*zip(levels, styles, strict=True)))
                 yield _indented(self._inline(block.sentence))
+            case Treemap():
+                return
             case Items():
                 yield from (_indented(self._inline(row)) for row in block.rows[: block.most])
                 if more := len(block.rows[block.most :]) if block.most else 0:

@@ -190,6 +190,11 @@ def test_what_is_alive_at_the_peak_adds_up_to_it_and_the_timeline_passes_through
     assert 100 < len(course.points) <= 256
     assert max(course.points)[0] == found.peak
     assert (found.peak, found.peak_line) in course.points
+    assert [sum(column) for column in zip(*(sizes for _, sizes in course.by_role), strict=True)] == [
+        nbytes for nbytes, _ in course.points
+    ]
+    highest = course.points.index((found.peak, found.peak_line))
+    assert [(role, sizes[highest]) for role, sizes in course.by_role if sizes[highest]] == list(course.at_peak)
     lines = {line for _, line in course.points[1:]}
     assert {4, 5, 6, 7} & lines == lines - {None, 3, 8, 9}
     assert course.flops > 0

@@ -278,3 +278,18 @@ def test_a_script_prints_its_report(tmp_path: Path) -> None:
     assert "-4.00 MiB  `inside`, gone" in growth
     assert "later" in page.read_text(encoding="utf-8")
     assert json.loads(shape.read_text())["schema"] == 1
+
+
+def test_the_ends_of_the_cells_so_far_are_a_timeline(ready: Kernel) -> None:
+    ready.run("big = torch.ones(200 << 18)", ok=True)
+    ready.run("del big", ok=True)
+    reply = ready.run("%memreport", ok=True)
+    (plain,), (page,) = reply.data("text/plain"), reply.data("text/html")
+    plain = " ".join(plain.split())
+    told = re.search(r"At the ends of cells: 0 B after In\[3\], at most (\d+) MiB after In\[5\], now (\S+) MiB", plain)
+    assert told is not None, plain[-600:]
+    assert 200 <= int(told[1]) < 220
+    assert float(told[2]) < 20
+    assert page.count("<img ") == 2, "the holders and the ends of the cells"
+    assert ">limit 512 MiB<" in page
+    assert "At the ends of cells" not in ready.run("%memreport --device cpu", ok=True).data("text/plain")[0]

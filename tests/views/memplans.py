@@ -18,6 +18,14 @@ CELL = Cell(
     number=7,
     source="for x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n    optimizer.step()\n",
 )
+POINTS = (
+    *(((1 * GIB) + 64 * MIB * step, 2) for step in range(60)),
+    (9 * GIB + 64 * MIB, 3),
+    *((9 * GIB - 96 * MIB * step, 3) for step in range(60)),
+    (5 * GIB, 4),
+)
+BATCHES = tuple(min(64 * MIB, size - GIB) for size, _ in POINTS)
+STATES = tuple(2 * GIB if line > 2 else 0 for _, line in POINTS)
 COURSE = Course(
     at_peak=(
         (Role.ACTIVATION, 6 * GIB),
@@ -25,11 +33,15 @@ COURSE = Course(
         (Role.OPTIMIZER_STATE, 2 * GIB),
         (Role.BATCH, 64 * MIB),
     ),
-    points=(
-        *(((1 * GIB) + 64 * MIB * step, 2) for step in range(60)),
-        (9 * GIB + 64 * MIB, 3),
-        *((9 * GIB - 96 * MIB * step, 3) for step in range(60)),
-        (5 * GIB, 4),
+    points=POINTS,
+    by_role=(
+        (
+            Role.ACTIVATION,
+            tuple(size - GIB - rest - state for (size, _), rest, state in zip(POINTS, BATCHES, STATES, strict=True)),
+        ),
+        (Role.PARAMETER, (GIB,) * len(POINTS)),
+        (Role.OPTIMIZER_STATE, STATES),
+        (Role.BATCH, BATCHES),
     ),
     temporaries=(("foreach buffers of AdamW", 512 * MIB), ("cuBLAS workspace", 32 * MIB)),
     flops=3.25e13,

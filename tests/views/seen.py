@@ -1,4 +1,4 @@
-"""What a reader sees of HTML: its text, its tags and its inline styles."""
+"""What a reader sees of HTML: its text, its tags and its inline styles; of the text not what is drawn as well."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Seen(HTMLParser):
         self._pieces: list[str] = []
         self._open: list[str] = []
         self._items: list[int] = []
+        self._hidden = 0
         self.feed(html)
         self.close()
         assert not self._open, f"never closed: {self._open}"
@@ -26,6 +27,7 @@ class Seen(HTMLParser):
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         if tag not in VOID:
             self._open.append(tag)
+            self._hidden += bool(self._hidden) or ("aria-hidden", "true") in attrs
         if tag == "ol":
             self._items.append(0)
         if tag == "li" and self._open[-2] == "ol":
@@ -36,11 +38,12 @@ class Seen(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
+        self._hidden -= bool(self._hidden)
         if tag not in {"code", "span", "strong", "em", "small"}:
             self._pieces.append(" ")
 
     def handle_data(self, data: str) -> None:
-        self._pieces.append(data)
+        self._pieces += [] if self._hidden else [data]
 
     @property
     def text(self) -> str:

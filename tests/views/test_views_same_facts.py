@@ -17,7 +17,7 @@ from oomdoctor.views.document import Document
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WIDE = 2000
-SHOWN_AS_SHAPE = {"kind", "look", "of", "mark"}
+SHOWN_AS_SHAPE = {"kind", "look", "of", "mark", "tiles", "axis"}
 
 
 def _squeeze(shown: str) -> str:
