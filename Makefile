@@ -61,7 +61,7 @@ test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA buil
 	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
 	$(ON_STUB) $(CUDA)/bin/python -m pytest $(WORKERS) -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
 
-test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1
+test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1, or TORCH=newest
 	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) $(CHOSEN) -p no:cacheprovider $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
@@ -76,6 +76,7 @@ docs: $(VENV)/.installed-dev ## Write docs/: a page each of all rules, fixes, se
 	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/json_page.py
 	$(BIN)/python tools/texts_page.py
+	$(BIN)/python tools/badges.py
 
 site: $(SITE)/.installed ## Build the documentation as a site, in site/; a dead link is an error
 	$(SITE)/bin/python -m mkdocs build --quiet --strict
@@ -130,7 +131,7 @@ $(SITE)/.installed: requirements-site.txt
 $(TORCH_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  $(TORCH_INDEX) 'torch==$(TORCH)' -e '.[dev]'
+	  $(TORCH_INDEX) '$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))' -e '.[dev]'
 	@touch $@
 
 # Torch comes without what it says that it needs of NVIDIA's: 2 GB, in whose place the stub is. With the lines gone, pip
