@@ -146,7 +146,8 @@ def _console(block: Block, folder: str) -> str:
             text=True, check=False,
         )  # fmt: skip
         told = re.sub(r"^Traceback \(most recent call last\):\n(?: .*\n)+", "", done.stdout, flags=re.MULTILINE)
-        lines.append(f"$ {command}\n" + (block.cut(told.replace(f"{folder}/", "").replace(f"{ROOT}/", "")) if told.strip() else ""))
+        told = told.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+        lines.append(f"$ {command}\n" + (block.cut(told) if told.strip() else ""))
     return "".join(lines)
 
 
