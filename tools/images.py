@@ -1,7 +1,8 @@
 """``make images``: takes the pictures of a failed cell anew, in a real browser, and cuts them for README and the site.
 
 The browser tests take them: JupyterLab and Notebook, wide and narrow, light and dark. Below the first lines of its
-traceback each is cut off, as what follows are files of the machine at hand. ``answer.png`` is the cell alone.
+traceback each is cut off, as what follows are files of the machine at hand. ``answer.png`` is the cell alone, and
+``panel.png`` what stands above its traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from PIL import Image
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 IMAGES: Final = ROOT / "docs" / "images"
+_TESTS: Final = (
+    "tests/browser/test_answer_first.py",
+    "tests/browser/test_readable.py::test_the_picture_of_the_panel_is_there",
+)
 _TRACEBACKS: Final = {(255, 221, 221), (80, 31, 27)}
 """Colours behind a traceback, light and dark. Source: --jp-rendermime-error-background of JupyterLab's two themes."""
 _SHOWN_PIXELS: Final = 155
@@ -25,7 +30,7 @@ _CELL: Final = 293, 92, 1362
 
 def main() -> int:
     """Take and cut the pictures."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/browser/test_answer_first.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "CI": "1", "OOMDOCTOR_REGENERATE": "1"}, check=True)
     for path in sorted(IMAGES.glob("answer-*.png")):
         picture = Image.open(path).convert("RGB")
