@@ -28,12 +28,16 @@ CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib) STUBCUDA_COMPUTE=1 \
   STUBCUDA_CONTEXT=400MiB
 
+SITE := .venv-site
+# Of its successor and its maker's plans, in every build.
+export NO_MKDOCS_2_WARNING := 1
+
 TORCH ?= 2.4.1
 # PyTorch's own, where the builds for the CPU alone are; with none, torch comes with CUDA's libraries.
 TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: help demo test test-ci test-all test-colab test-cuda test-torch check docs new clean
+.PHONY: help demo test test-ci test-all test-colab test-cuda test-torch check docs site pages examples gallery images new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,7 +61,7 @@ test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA buil
 	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
 	$(ON_STUB) $(CUDA)/bin/python -m pytest $(WORKERS) -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
 
-test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1
+test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1, or TORCH=newest
 	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) $(CHOSEN) -p no:cacheprovider $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## Format, lint, types and import layers
@@ -72,12 +76,29 @@ docs: $(VENV)/.installed-dev ## Write docs/: a page each of all rules, fixes, se
 	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/json_page.py
 	$(BIN)/python tools/texts_page.py
+	$(BIN)/python tools/badges.py
+
+site: $(SITE)/.installed ## Build the documentation as a site, in site/; a dead link is an error
+	$(SITE)/bin/python -m mkdocs build --quiet --strict
+	@$(SITE)/bin/python tools/check_links.py site
+
+pages: $(VENV)/.installed-dev ## Run the commands on README, the tutorial and the how-to pages, and write their output
+	$(BIN)/python tools/page_sessions.py
+
+examples: $(VENV)/.installed-dev ## Write the diff that each fix makes to a program of the tests, for its page
+	$(BIN)/python tools/fix_examples.py
+
+gallery: $(VENV)/.installed-dev ## Execute the notebooks in place
+	$(BIN)/python tools/execute_gallery.py
+
+images: $(VENV)/.installed-dev ## Take the pictures of docs/images anew, in a real browser
+	$(BIN)/python tools/images.py
 
 new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) $(COLAB) $(CUDA) .venv-torch-* demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COLAB) $(CUDA) $(SITE) .venv-torch-* site demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -102,10 +123,15 @@ $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 	  -e '.[demo]' pytest pytest-timeout pytest-xdist tqdm
 	@touch $@
 
+$(SITE)/.installed: requirements-site.txt
+	$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
+	@touch $@
+
 $(TORCH_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  $(TORCH_INDEX) 'torch==$(TORCH)' -e '.[dev]'
+	  $(TORCH_INDEX) '$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))' -e '.[dev]'
 	@touch $@
 
 # Torch comes without what it says that it needs of NVIDIA's: 2 GB, in whose place the stub is. With the lines gone, pip

@@ -17,13 +17,15 @@ from oomdoctor.shell.config import OomDoctor
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
 PAGES |= {
-    f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("guide", "gallery", "limits")
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for name in ("guide", "gallery", "limits", "tutorial", "faq", "comparison", "api", "how-to/*")
+    for path in (ROOT / "docs").glob(f"{name}.md")
 }
 README, GUIDE, LIMITS = (PAGES[name] for name in ("README.md", "docs/guide.md", "docs/limits.md"))
 LINKS = {
     (page, link)
     for page, text in PAGES.items()
-    for link in re.findall(r"\]\(([^)]+)\)", text)
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
     if link[:4] not in ("http", "#")
 }
 ROWS = [line for line in README.splitlines() if "benchmarks/results/" in line]
@@ -44,6 +46,13 @@ def test_the_readme_is_read_in_two_minutes() -> None:
 def test_figures_stand_in_the_results_that_they_link_to(row: str) -> None:
     results = "".join((ROOT / path).read_text() for path in re.findall(r"\((benchmarks/results/[^)]+)\)", row))
     assert [figure for figure in FIGURE.findall(row) if figure not in results] == []
+
+
+def test_figures_of_the_comparison_stand_in_the_results_that_it_links_to() -> None:
+    page = PAGES["docs/comparison.md"]
+    results = "".join((ROOT / path).read_text() for path in re.findall(r"\(../(benchmarks/results/[^)]+)\)", page))
+    assert len(FIGURE.findall(page)) >= 10
+    assert [figure for figure in FIGURE.findall(page) if figure not in results] == []
 
 
 def test_the_table_of_what_others_do_has_figures_of_benchmarks() -> None:

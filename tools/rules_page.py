@@ -1,7 +1,8 @@
 """``make docs``: writes ``docs/rules.md``, one page of all rules, from the rule files.
 
 ``--check`` writes nothing and answers 1 where the page is not what the files say. A rule is described where it is
-defined; the page is for reading and for links.
+defined; the page is for reading and for links. The site has a page of each rule instead (``one``), below its table of
+all (``index``): ``tools/site_pages.py`` asks for both.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+import yaml
+
 from oomdoctor import fixes
 from oomdoctor.rulebook import load, locate
+from oomdoctor.rulebook.facts import complete
 from oomdoctor.rulebook.matching import Rule
+from oomdoctor.rulebook.schema import facts_in
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "rules.md"
@@ -70,6 +75,54 @@ def main(argv: list[str] | None = None) -> int:
 
 def page(rules: tuple[Rule, ...]) -> str:
     """Return the page in Markdown."""
+    families = _families(rules)
+    parts = [_top(rules)]
+    for name, group in families:
+        parts += [f"\n## {_heading(name)}\n\n", *_table(group, "#{}"), *(_section(rule) for rule in group)]
+    return "".join(parts)
+
+
+def index(rules: tuple[Rule, ...]) -> str:
+    """Return the site's table of all rules in Markdown, each with a link to its page."""
+    parts = [_top(rules)]
+    for name, group in _families(rules):
+        parts += [f"\n## {_heading(name)}\n\n", *_table(group, "rules/{}.md")]
+    return "".join(parts)
+
+
+def one(rule: Rule, rules: tuple[Rule, ...]) -> str:
+    """Return the site's page of one rule in Markdown; it lies in ``rules/``, beside ``fixes/``."""
+    file = rule.file
+    titles = {other.file.id: other.file.title for other in rules}
+    remedies = [f"- [{fixes.title(fix)}](../fixes/{fix}.md): `%oomdoctor fix {fix}`" for fix in file.fixes]
+    by_hand = "oomdoctor applies nothing here: the change is yours to make. *Why* above says where to look."
+    said = rule.finding(complete(facts_in(file.examples.fires[0]))).because
+    family = f"[{_heading(_family(rule))}](../rules.md#{_anchor(_heading(_family(rule)))})"
+    example = f"It fires on these facts:\n\n```yaml\n{_facts(file.examples.fires[0])}```"
+    example += "\n\nand then says:\n\n" + "\n".join(f"- {sentence}" for sentence in said) if said else ""
+    see = [f"- [{titles[other]}]({other}.md)" for other in file.see]
+    references = "\n".join(f"- <{address}>" for address in file.references)
+    folded = "\n".join(f"    {line}" for line in "\nor ".join(map(_one_line, file.match)).splitlines())
+    lines = [
+        f"# {file.title}",
+        f"`{file.id}` · cause `{file.cause.value}` · confidence {file.confidence:.0%} · since {file.since} · {family}",
+        f"## What\n\n{_one_line(file.what)}",
+        f"## Why\n\n{_one_line(file.why)}",
+        "## What to do\n\n" + ("\n".join(remedies) or by_hand),
+        f"## Example\n\n{example}",
+        f"## When it may be wrong\n\n{_one_line(file.false_positives)}",
+        f'??? note "The expression that it matches"\n\n    ```\n{folded}\n    ```',
+        *(["## See also\n\n" + "\n".join(see)] if see else []),
+        *(["## References\n\n" + references] if references else []),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _facts(example: dict[str, dict[str, object]]) -> str:
+    return yaml.safe_dump(example, sort_keys=False, allow_unicode=True, width=88)
+
+
+def _families(rules: tuple[Rule, ...]) -> list[tuple[str, list[Rule]]]:
     known = list(_FAMILIES)
 
     def order(rule: Rule) -> tuple[int, str, float, str]:
@@ -77,12 +130,13 @@ def page(rules: tuple[Rule, ...]) -> str:
         at = known.index(family) if family in known else len(known)
         return at, family, -rule.file.confidence, rule.file.id
 
-    families = [(name, list(group)) for name, group in groupby(sorted(rules, key=order), key=_family)]
-    parts = [_HEAD.format(count=len(rules), families=len(families))]
-    parts += [f"- [{_heading(name)}](#{_anchor(_heading(name))}) ({len(group)})\n" for name, group in families]
-    for name, group in families:
-        parts += [f"\n## {_heading(name)}\n\n", *_table(group), *(_section(rule) for rule in group)]
-    return "".join(parts)
+    return [(name, list(group)) for name, group in groupby(sorted(rules, key=order), key=_family)]
+
+
+def _top(rules: tuple[Rule, ...]) -> str:
+    families = _families(rules)
+    links = [f"- [{_heading(name)}](#{_anchor(_heading(name))}) ({len(group)})\n" for name, group in families]
+    return _HEAD.format(count=len(rules), families=len(families)) + "".join(links)
 
 
 def _family(rule: Rule) -> str:
@@ -98,11 +152,12 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _table(rules: list[Rule]) -> Iterator[str]:
+def _table(rules: list[Rule], address: str) -> Iterator[str]:
     yield "| rule | what it says | cause | confidence |\n| --- | --- | --- | --- |\n"
     for rule in rules:
         file = rule.file
-        yield f"| [`{file.id}`](#{file.id}) | {_cell(file.title)} | {file.cause.value} | {file.confidence:.0%} |\n"
+        yield f"| [`{file.id}`]({address.format(file.id)}) | {_cell(file.title)} | {file.cause.value} "
+        yield f"| {file.confidence:.0%} |\n"
 
 
 def _cell(text: str) -> str:
