@@ -28,7 +28,6 @@ from oomdoctor.pipeline.healing import heal as heal
 from oomdoctor.pipeline.reports import check_snapshot as check_snapshot
 from oomdoctor.pipeline.reports import explain as explain
 from oomdoctor.pipeline.reports import foresee as foresee
-from oomdoctor.pipeline.reports import in_use as in_use
 from oomdoctor.pipeline.reports import report as report
 from oomdoctor.pipeline.reports import rulebook as rulebook
 from oomdoctor.pipeline.reports import snapshot as snapshot

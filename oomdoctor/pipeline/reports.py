@@ -20,7 +20,6 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.kinds import spelled
 from oomdoctor.pipeline.failure import budget_of, open_session, simulated, uncounted
-from oomdoctor.sandbox import reserve
 
 if TYPE_CHECKING:
     from oomdoctor.rulebook import RuleBook
@@ -91,19 +90,6 @@ def report(namespace: dict[str, Any], cells: Cells | None = None, filenames: Map
         device, absent = _first_device()
         session = open_session(spelled(namespace), run, device)
         return Report(collect(session, None, filenames or {}), absent)
-
-
-def in_use() -> tuple[str, int] | None:
-    """Return the first device in use and the bytes allocated there, or resident in the host; nothing is loaded for it.
-
-    None where the system does not tell.
-    """
-    if (device := simulated()) is not None:
-        return device.name, device.read().allocated
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return f"cuda:{(current := torch.cuda.current_device())}", torch.cuda.memory_allocated(current)
-    return ("cpu", reserve.process_resident()) if sys.platform == "linux" else None
 
 
 def _first_device() -> tuple[Accelerator, tuple[tuple[str, Unavailable], ...]]:

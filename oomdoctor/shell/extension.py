@@ -147,7 +147,6 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
-            quietly(self.memreport.note_end)  # torch may be half loaded
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew

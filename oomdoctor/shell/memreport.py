@@ -63,10 +63,6 @@ Reading: TypeAlias = dict[tuple[str, int], int]
 """What is in use of each memory at one moment, in bytes."""
 
 
-_CELLS: Final = 256
-"""Cells whose ends are kept."""
-
-
 class MemReport:
     """The magic in one shell.
 
@@ -79,9 +75,8 @@ class MemReport:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._last: tuple[int, Report] | None = None
-        self._device, self._ends = "", deque[tuple[int, int]](maxlen=_CELLS)
         self.number: int = shell.execution_count
-        self._cells: deque[CellGrowth] = deque(maxlen=_MOST_CELLS)
+        self._cells: deque[tuple[CellGrowth, Reading]] = deque(maxlen=_MOST_CELLS)
         self._live: LiveReport | None = None
 
     def reading(self) -> Reading:
@@ -98,12 +93,14 @@ class MemReport:
         """
         if before is None:
             return
-        grown = {}
-        for key, used in self.reading().items():
+        grown, after = {}, self.reading()
+        for key, used in after.items():
             name, switched_on = key
             if not switched_on or key in before:  # a simulated device begins with the tensors that are alive
                 grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
-        self._cells.append(CellGrowth(number=self.number, grown=grown))
+        if self._cells and self._cells[-1][0].number > self.number:  # the history was reset
+            self._cells.clear()
+        self._cells.append((CellGrowth(number=self.number, grown=grown), after))
 
     def end_live(self) -> None:
         """End the output that is refreshed, where there is one."""
@@ -163,9 +160,9 @@ class MemReport:
         from oomdoctor.views.memory_report import cells_table
 
         if path is None:
-            display(report_bundle(cells_table(self._cells)), raw=True)
+            display(report_bundle(cells_table([cell for cell, _ in self._cells])), raw=True)
             return
-        found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell in self._cells]}
+        found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell, _ in self._cells]}
         put(json.dumps(found, indent=1), path)
         if path != PRINTED:
             print(f"{one_line(path)}: the growth of each cell as JSON")
@@ -180,26 +177,20 @@ class MemReport:
             cells = cells_until(self._shell, number, "")
             return pipeline.report(self._shell.user_ns, cells, filenames_of(self._shell, number))
 
-    def note_end(self) -> None:
-        """Note how much is in use at the end of a cell, or so far; of one device, the first that is in use."""
-        device, size = pipeline.in_use() or ("", 0)
-        if device != self._device or (self._ends and self._ends[-1][1] > self.number):
-            self._ends.clear()
-        if self._ends and self._ends[-1][1] == self.number:
-            self._ends.pop()
-        self._device = device
-        if device:
-            self._ends.append((size, self.number))
-
     def _history(self, report: Report) -> Timeline | None:
-        """Return how much was in use at the ends of cells, where the report is of the device that they are known of."""
+        """Return how much of the main memory was in use at the ends of cells, and is now."""
         from oomdoctor.views.document import Timeline
+        from oomdoctor.views.labels import device_name
 
-        self.note_end()
-        device = next((one for one in report.evidence.devices if one.name == self._device), None)
-        if device is None:
+        device, now = report.evidence.device, self.reading()
+        names = {"host"} if device.name == "cpu" else {device.name, device_name(device)}
+        key = next((key for key in now if key[0] in names), None)
+        if key is None:
             return None
-        return Timeline.of_cells(self._ends, device.total if isinstance(device.total, int) else None)
+        ends = [(used[key], cell.number) for cell, used in self._cells if key in used and cell.number < self.number]
+        return Timeline.of_cells(
+            [*ends, (now[key], self.number)], device.total if isinstance(device.total, int) else None
+        )
 
     def _growth(self, earlier: tuple[int, Report] | None, report: Report, top: int) -> GrowthRows:
         from oomdoctor.views.memory_report import NOTHING_YET, growth_rows

@@ -80,8 +80,8 @@ def test_a_ring_of_plain_numbers() -> None:
     for report.number in range(130):
         report.note(report.reading(), 0)
     report.note(None, 0)
-    assert [cell.number for cell in report._cells] == list(range(30, 130))
-    assert {type(size) for cell in report._cells for size in cell.grown.values()} == {int}
+    assert [cell.number for cell, _ in report._cells] == list(range(30, 130))
+    assert {type(size) for cell, _ in report._cells for size in cell.grown.values()} == {int}
 
 
 COST = """\
