@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
+_COMMENT: Final = re.compile(r"(?:^|\s)#")
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
 _DOSE: Final = re.compile(r"\w+=[^(),\s]+")
@@ -333,6 +334,9 @@ def _answered(do: Callable[[], Any]) -> Any:
 
 
 def _split(line: str) -> list[str]:
+    """Return the words of a line without its comment, which IPython leaves in."""
+    head = _COMMENT.split(line, maxsplit=1)[0]
+    line = line if "'" in head or '"' in head else head
     try:
         return shlex.split(line)
     except ValueError as exc:

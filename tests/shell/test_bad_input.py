@@ -33,6 +33,15 @@ def loaded() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("line", LINES)
+def test_a_comment_behind_a_magic_is_none_of_its_words() -> None:
+    from oomdoctor.shell.magics import _split
+
+    assert _split("fix 1 --insert  # keep it, don't run it") == ["fix", "1", "--insert"]
+    assert _split("# nothing else") == []
+    assert _split("simulate '16 #1'") == ["simulate", "16 #1"]
+    assert _split("--html report#1.html") == ["--html", "report#1.html"]
+
+
 def test_one_line_and_nothing_changed(loaded: Kernel, line: str) -> None:
     names = "sorted(name for name in globals() if not name.startswith('_'))"
     before = loaded.value(names)
