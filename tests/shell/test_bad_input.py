@@ -32,7 +32,6 @@ def loaded() -> Iterator[Kernel]:
     kernel.stop()
 
 
-@pytest.mark.parametrize("line", LINES)
 def test_a_comment_behind_a_magic_is_none_of_its_words() -> None:
     from oomdoctor.shell.magics import _split
 
@@ -42,6 +41,7 @@ def test_a_comment_behind_a_magic_is_none_of_its_words() -> None:
     assert _split("--html report#1.html") == ["--html", "report#1.html"]
 
 
+@pytest.mark.parametrize("line", LINES)
 def test_one_line_and_nothing_changed(loaded: Kernel, line: str) -> None:
     names = "sorted(name for name in globals() if not name.startswith('_'))"
     before = loaded.value(names)
