@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import pytest
 import torch
-from oomdoctor.evidence.ledger import C_COUNTS
 from torch._C._dynamo import eval_frame
 from torch._decomp import meta_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+
+from oomdoctor.evidence.owners import C_COUNTS
 
 TELLS_SAVED: Final = hasattr(torch._C._autograd.SavedTensor, "data")
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import pytest
 from capabilities import TELLS_SAVED, tells_holders
-from oomdoctor.evidence.ledger import C_COUNTS
 
 import oomdoctor
 from oomdoctor.evidence import census
+from oomdoctor.evidence.owners import C_COUNTS
 from oomdoctor.model.memory import Census, Holding
 from oomdoctor.objects import walk
 from oomdoctor.objects.frames import frames_of

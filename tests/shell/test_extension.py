@@ -167,7 +167,7 @@ def test_a_fix_that_finds_the_model_unfit_is_refused_and_the_users_error_stands(
     case = ready.value("__import__('oomdoctor').last_case().to_dict()")
     assert case["outcome"]["kind"] == "refused"
     assert case["outcome"]["attempts"] == 0
-    assert "the change does not keep the results" in case["outcome"]["why"]
+    assert "results differ: " in case["outcome"]["why"]
     assert "the state before it is restored" in refused.text
     assert ready.value(PARAMETERS) == before
     assert "Recompute parts of the model" in ready.run("%oomdoctor retry", ok=True).text

@@ -109,9 +109,11 @@ def test_of_a_healed_cell_the_fix_in_place_is_inserted_and_that_it_has_run_is_to
     said(shell, "%oomdoctor fix chunked_forward")
     told = said(shell, "%oomdoctor fix --insert")
     assert "with chunked_forward(chunks=" in told
-    assert "a second time: it was run with chunked_forward(chunks=" in told
+    assert "a second time: the healed run used chunked_forward(chunks=" in told
     others = [one for one in known().plan.candidates if one.fix != "chunked_forward" and isinstance(one.patch, Patch)]
-    assert "a second time: it was run with chunked_forward(" in said(shell, f"%oomdoctor fix {others[0].fix} --insert")
+    assert "a second time: the healed run used chunked_forward(" in said(
+        shell, f"%oomdoctor fix {others[0].fix} --insert"
+    )
     said(shell, "%oomdoctor fix --insert")
     assert "not in place" not in said(shell, "%oomdoctor diff")
     assert "in_parts(" in str(shell.rl_next_input)
@@ -301,7 +303,7 @@ def test_undo_of_a_case_that_was_rolled_back(shell: InteractiveShell) -> None:
         r"not in place: \S+\(.*\) was tried, and did not heal the cell\n--- In", said(shell, "%oomdoctor diff")
     )
     told = said(shell, "%oomdoctor undo")
-    assert "was not healed, its changes were undone, and everything is as before it ran, all of it" in told
+    assert "was not healed, its changes were undone, and everything is as before it ran" in told
 
 
 @pytest.mark.parametrize(("later", "moves_on"), [("metrics = {}", True), ("print(len(metrics))", False)])

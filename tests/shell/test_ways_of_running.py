@@ -219,7 +219,7 @@ def test_the_script_of_a_run_in_a_namespace_of_its_own_is_refused_in_one_line(wa
     reply = watched.run("%run whole.py", ok=True)
     assert of_the_user(reply)
     assert "Not retried" in reply.text
-    assert "namespace of its own" in watched.value(CASE)["outcome"]["why"]
+    assert "its own namespace" in watched.value(CASE)["outcome"]["why"]
     assert "unknown fix '1'" in watched.run("%oomdoctor fix 1", ok=True).stderr
 
 
