@@ -93,9 +93,9 @@ class VirtualAccelerator:
         """Return the high-water mark of what was allocated since it was last reset."""
         return self.allocator.peak_allocated
 
-    def settle(self) -> None:
-        """Book every storage that has died. For the thread that the program runs in."""
-        self._ledger.settle()
+    def settle(self, *, sizes: bool = True) -> None:
+        """Book every storage that has died, and those of another size. For the thread that the program runs in."""
+        self._ledger.settle(sizes=sizes)
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """Return what ``torch.cuda.memory_snapshot()`` returns of a device: segments with their blocks, no frames."""

@@ -71,9 +71,9 @@ class Ledger:
             return
         self._in_turn(self._book_deaths, lambda: self._book(storage, key, nbytes))
 
-    def settle(self) -> None:
-        """Book every death and every change of size that has not been booked."""
-        self._in_turn(self._book_deaths, self._book_changed_sizes)
+    def settle(self, *, sizes: bool = True) -> None:
+        """Book every death that has not been booked, and by a look at each storage every change of size."""
+        self._in_turn(self._book_deaths, *([self._book_changed_sizes] if sizes else []))
 
     def _in_turn(self, *bookings: Callable[[], Any]) -> None:
         with self._lock:

@@ -110,11 +110,12 @@ def simulated() -> Any:
     return None if virtual is None else virtual.active()
 
 
-def memories(*, beside: bool = False) -> tuple[Accelerator, ...]:
+def memories(*, beside: bool = False, sizes: bool = True) -> tuple[Accelerator, ...]:
     """Return the memories in use, the host last. A simulated device stands for the real one of its name.
 
     Args:
         beside: called by a thread beside the program: nothing is loaded and nothing is booked.
+        sizes: whether storages of a simulated device that were resized are booked too, for which each is looked at.
     """
     from oomdoctor.evidence.host import HostAccelerator
 
@@ -125,7 +126,7 @@ def memories(*, beside: bool = False) -> tuple[Accelerator, ...]:
     if virtual is None:
         return found
     if not beside:
-        virtual.settle()
+        virtual.settle(sizes=sizes)
     return (virtual, *(one for one in found if one.name != virtual.name))
 
 

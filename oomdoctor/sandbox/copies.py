@@ -191,12 +191,14 @@ def _pipe() -> tuple[Connection, Connection]:
     """
     import fcntl  # which Windows has not
 
-    low = os.pipe()
-    try:
-        reader, writer = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in low)
-    finally:
-        for descriptor in low:
-            os.close(descriptor)
+    reader, writer = os.pipe()
+    with contextlib.suppress(OSError):  # fewer are allowed: they stay where they are
+        high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        os.close(reader)
+        reader = high
+        high = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        os.close(writer)
+        writer = high
     return Connection(reader, writable=False), Connection(writer, readable=False)
 
 

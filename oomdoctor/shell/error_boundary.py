@@ -247,6 +247,7 @@ class TracebackWatch:
         seen: called with every exception that is shown, before it is shown. It must not raise.
         shown: called with it after it was shown, unless its display is held back. It must not raise.
         holds: asked with the exception whether its display is to be held back for now.
+        announces: called before the traceback of a cell's own code is shown. It must not raise.
     """
 
     def __init__(
@@ -255,8 +256,10 @@ class TracebackWatch:
         seen: Callable[[BaseException], None],
         shown: Callable[[BaseException], None],
         holds: Callable[[BaseException], bool],
+        announces: Callable[[BaseException], None],
     ) -> None:
         self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
+        self._announces = announces
         self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
         self._came: set[int] = set()
         self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
@@ -274,8 +277,10 @@ class TracebackWatch:
             self._seen(exc)
             # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The
             # callers are run_code and the wrapper.
-            if sys._getframe(2).f_code.co_name == "run_code" and self._holds(exc):
-                return self._render_only(exc, *args, **kwargs)
+            if sys._getframe(2).f_code.co_name == "run_code":
+                if self._holds(exc):
+                    return self._render_only(exc, *args, **kwargs)
+                self._announces(exc)
         result = self._rendered(exc, *args, **kwargs)
         if isinstance(exc, BaseException):
             self._shown(exc)

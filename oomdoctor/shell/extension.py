@@ -111,7 +111,7 @@ class Extension:
 
     def install(self) -> None:
         """Wrap the shell's methods; register the magics and the configuration."""
-        self.tracebacks = TracebackWatch(self.shell, self._saw, self._was_shown, self._holds)
+        self.tracebacks = TracebackWatch(self.shell, self._saw, self._was_shown, self._holds, self._announce)
         self._cells = Wrapped(self.shell, "run_cell_async", self._run_cell_async)
         self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
@@ -165,11 +165,16 @@ class Extension:
         try:
             with watch or nullcontext():
                 result = await self._run_within(run, raw_cell, *args, **kwargs)
+        except BaseException:  # an interrupt while the traceback was shown: there is no answer to come
+            self._withdraw(run.shown)
+            raise
         finally:
             if transaction is not None:
                 transaction.disarm()
         self._let_through(run, result)
         failure = run.take_failure()
+        if failure is None:
+            self._withdraw(run.shown)
         if watch is not None and result.success:
             self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
@@ -199,8 +204,7 @@ class Extension:
                 await answer(self, failure, result, cell)
             except BaseException:  # an interrupt: the failure is the user's to see all the same
                 self.tracebacks.send_held()
-                if cell.shown is not None:
-                    self.borders.guarded("display", cell.shown.withdraw)
+                self._withdraw(cell.shown)
                 raise
             if (late := self.borders.take_signalled()) is not None:
                 self._show_traceback(late)
@@ -220,6 +224,10 @@ class Extension:
         if source and result.success:
             return await self._run_cell_async(source, *args, **{**kwargs, **self._transformed(source)})
         return result
+
+    def _withdraw(self, shown: Shown | None) -> None:
+        if shown is not None:
+            self.borders.guarded("display", shown.withdraw)
 
     def _let_through(self, run: Run, result: Any) -> None:
         """Let the cell fail with what the handler of a signal has raised in a stage of ours; see ``Borders``."""
@@ -318,9 +326,13 @@ class Extension:
         run = current(self)
         if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
             run.failure = exc
-            is_first = run.shown is None and run.depth == 1 and not run.is_retry and not self._holds(exc)
-            if is_first and is_watched(self.shell):
-                run.shown = self.borders.guarded("display", lambda: Shown.announced(self))
+
+    def _announce(self, exc: BaseException) -> None:
+        """Hold a place for the answer above the traceback of a cell that ran out of memory."""
+        run = current(self)
+        is_first = run is not None and run.failure is exc and run.shown is None and run.depth == 1 and not run.is_retry
+        if run is not None and is_first and is_watched(self.shell):
+            run.shown = self.borders.guarded("display", lambda: Shown.announced(self))
 
     def _holds(self, exc: BaseException) -> bool:
         """Whether the display of ``exc`` waits for the outcome of a retry."""

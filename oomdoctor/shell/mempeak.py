@@ -49,14 +49,18 @@ _NEAR: Final = 0.9
 """Share of the increment that a sample has to have seen for its line to be told as that of the peak."""
 _TOP_LEVEL: Final = ("<module>", "<cell line: ")
 """What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
-_HEAD: Final = re.compile(r"((?:[ \t]*\n)*)%%mempeak[ \t]*\n(?!\s*(?:%%|\Z))")
+_HEAD: Final = re.compile(r"((?:[ \t]*\n)*)%%mempeak[ \t]*(?:#[^\n]*)?\n(?!\s*(?:%%|\Z))")
 """What stands above a cell that is measured; one that begins with another cell magic is for IPython to run."""
 
 
 def measured(source: str) -> str | None:
     """Return a cell that ``%%mempeak`` stands above as it runs, line for line; None where it stands above none."""
     head = _HEAD.match(source)
-    return None if head is None else "#\n" * head[1].count("\n") + "# %%mempeak\n" + source[head.end() :]
+    if head is None:
+        return None
+    body = source[head.end() :]
+    indent = re.match(r"(?:[ \t]*\n)*([ \t]*)", body)
+    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%mempeak\n{body}"
 
 
 @dataclass(slots=True)
@@ -165,6 +169,8 @@ class PeakWatch:
         for memory in pipeline.memories():
             _, peak = self._reading(memory)
             peak.kept = max(peak.kept, self._own(memory, memory.peak()))
+            if memory.name == "cpu" and self._copies():  # the mark may be of a moment before they were made
+                peak.mark = sys.maxsize
 
     def _reading(self, memory: Accelerator) -> tuple[int, _Peak]:
         """Return what is in use now and the peak so far; a memory that was begun in the cell had nothing before."""

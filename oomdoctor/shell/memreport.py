@@ -81,7 +81,7 @@ class MemReport:
 
     def reading(self) -> Reading:
         """Return what is in use now. Without torch this takes some 20 us; no device is initialised."""
-        usages = [memory.usage() for memory in pipeline.memories()]
+        usages = [memory.usage() for memory in pipeline.memories(sizes=False)]
         return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
 
     def note(self, before: Reading | None, copies: int) -> None:

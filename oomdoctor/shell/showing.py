@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from oomdoctor.views.diagnosis import Retry
 
 
+_SOON_S: Final = 0.3
 _EMPTY: Final = {"text/plain": "", "text/html": ""}
 _LOOKING: Final = {
-    "text/plain": "Out of memory",
+    "text/plain": "Out of memory: `%oomdoctor why` tells more",
     "text/html": "<strong>Out of memory</strong>: looking at what holds it…",
 }
 
@@ -64,18 +65,26 @@ class Shown:
         self._told: list[dict[str, str]] = [{}, {}]
         self._panel: Any = None
         self.tells_end = False
+        self._outputs: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def announced(cls, extension: Extension) -> Shown:
         """Hold the places of the answer, its controls, its details and what they put out, above the traceback."""
         shown = cls(extension)
-        shown._places = tuple(map(_place, (_LOOKING, _EMPTY, _EMPTY, _EMPTY)))
+        try:
+            for told in (_LOOKING, _EMPTY, _EMPTY, _EMPTY):
+                shown._places = (*shown._places, _place(told))
+        except BaseException:
+            shown.withdraw()
+            raise
         return shown
 
     def withdraw(self) -> None:
-        """Leave the places that were held empty: there is nothing to tell."""
-        for place in self._places:
-            place.update(_EMPTY, raw=True)
+        """Leave the places that were held empty, unless something was told there since: there is nothing to tell."""
+        if not any(self._told):
+            places, self._places = self._places, ()
+            for place in places:
+                place.update(_EMPTY, raw=True)
 
     def show_with(self, send_traceback: Callable[[], None], case: Case) -> None:
         """Show the diagnosis and a traceback that was held back: the answer first where somebody looks at a page."""
@@ -136,11 +145,21 @@ class Shown:
         self.offer(case)
 
     def keep(self, outputs: Sequence[Mapping[str, Any]]) -> None:
-        """Keep in the notebook what a button has put out, which is not saved with the button."""
+        """Keep in the notebook what a button has put out, which is not saved with the button; soon, and all at once."""
+        is_waiting, self._outputs = self._outputs is not None, outputs
+        if len(self._places) > 1 and not is_waiting:
+            try:
+                asyncio.get_running_loop().call_later(_SOON_S, self._keep)
+            except RuntimeError:
+                self._keep()
+
+    def _keep(self) -> None:
         from oomdoctor.views import kept
 
-        if len(self._places) > 1:
-            self._places[-1].update(kept(outputs), raw=True)
+        outputs, self._outputs = self._outputs, None
+        if outputs is not None:
+            told = kept(outputs)
+            self._extension.borders.guarded("display", lambda: self._places[-1].update(told, raw=True))
 
     def refresh(self) -> None:
         """Turn on in the panel what can be done now, and off what cannot."""

@@ -62,11 +62,12 @@ def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     for one in outputs:
         data = one.get("data", {})
         plain = one.get("text") or data.get("text/plain") or "\n".join(one.get("traceback", ()))
-        texts.append(_ESCAPES.sub("", "".join(plain)))
+        texts.append(_OVERWRITTEN.sub("", _ESCAPES.sub("", "".join(plain))))
+        page = "".join(data.get("text/html", ""))
         if (picture := next((kind for kind in _PICTURES if kind in data), None)) is not None:
-            parts.append(f'<img src="data:{picture};base64,{"".join(data[picture]).strip()}">')
-        else:
-            parts.append("".join(data.get("text/html", "")) or f"<pre>{escape(texts[-1])}</pre>")
+            parts.append(f'<img src="data:{picture};base64,{escape("".join(data[picture]).strip())}">')
+        else:  # a script has run where the output was shown first
+            parts.append(page if page and "<script" not in page.lower() else f"<pre>{escape(texts[-1])}</pre>")
     return {"text/plain": "".join(texts), "text/html": html.static("".join(parts))}
 
 
@@ -103,6 +104,7 @@ def plain(document: Document) -> str:
 
 _PICTURES: Final = ("image/png", "image/jpeg")
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_OVERWRITTEN: Final = re.compile(r"[^\n]*\r(?=[^\n])")
 _NARROWEST, _WIDEST, _LOG, _BAR = 20, 120, 100, 60
 _COLOURLESS: Final = ("", "dumb", "unknown")
 

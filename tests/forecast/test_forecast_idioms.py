@@ -344,7 +344,7 @@ def test_the_start_of_the_cell_is_brought_back_first():
     def fails() -> None:
         raise RuntimeError("no snapshot")
 
-    assert "brought back: RuntimeError: no snapshot" in forecast(ns, "pass", prepare=fails).refused
+    assert "restored: RuntimeError: no snapshot" in forecast(ns, "pass", prepare=fails).refused
 
 
 def test_slowdown_is_relative_to_the_first_attempt():

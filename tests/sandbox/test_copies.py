@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,19 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no for
 
 def opened() -> Iterator[list[int]]:
     yield list(os.pipe())
+
+
+FEW = """\
+import resource
+from oomdoctor.sandbox.copies import Copy
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+print(*(told for told in Copy(lambda: ["told"], limit_s=60.0).wait()))
+"""
+
+
+def test_a_process_that_may_open_few_files_is_copied_too() -> None:
+    done = subprocess.run([sys.executable, "-c", FEW], check=True, capture_output=True, text=True)
+    assert done.stdout == "told\n"
 
 
 def test_what_copies_open_at_the_same_time_has_the_same_file_descriptors() -> None:

@@ -174,6 +174,8 @@ def test_on_cuda_the_peak_is_the_allocators_and_none_is_initialised(start_kernel
     [
         ("%%mempeak\nx", "# %%mempeak\nx"),
         ("\n \n%%mempeak  \n\nx", "#\n#\n# %%mempeak\n\nx"),
+        ("%%mempeak  # how much\nx", "# %%mempeak\nx"),
+        ("%%mempeak\n    x\n    y", "    # %%mempeak\n    x\n    y"),
         ("%%mempeak x\ny", None),
         ("%%mempeak\n%%time\nx", None),
         ("%%mempeak\n  \n", None),

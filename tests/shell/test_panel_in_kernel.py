@@ -159,6 +159,14 @@ def test_a_cell_that_was_healed_by_a_command_is_undone_by_the_button(page: Front
     assert page.state("Undo")["disabled"], "the state has moved on"
 
 
+def test_a_failure_in_an_output_of_the_users_is_answered_at_the_end_of_the_cell(page: Frontend) -> None:
+    """What stands there already cannot be updated."""
+    body = TRAIN.replace("\n", "\n    ")
+    page.run(f"import ipywidgets\nwith ipywidgets.Output():\n    {body}")
+    assert not any("looking at" in str(message) for message in page.messages)
+    assert diagnosed(page)
+
+
 def test_an_interrupt_ends_a_retry(page: Frontend, started: Kernel) -> None:
     page.run("slow = 30")
     before = started.value(PARAMETERS)
