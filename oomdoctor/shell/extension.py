@@ -347,7 +347,10 @@ class Extension:
 
     def _was_shown(self, exc: BaseException) -> None:
         """Answer a failure that was shown outside of every cell that was seen to begin."""
-        if current(self) is None:
+        run = current(self)
+        if run is not None and run.shown is not None and run.failure is exc:
+            self.borders.guarded("display", run.shown.point_up)
+        if run is None:
             from IPython.core.interactiveshell import InteractiveShell
 
             runs_cells = InteractiveShell.run_cell_async.__code__

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _SOON_S: Final = 0.3
+_ABOVE: Final = {"text/plain": "", "text/html": "▲ <strong>Out of memory</strong>: the fix is above this traceback."}
 _EMPTY: Final = {"text/plain": "", "text/html": ""}
 _LOOKING: Final = {
     "text/plain": "Out of memory: `%oomdoctor why` tells more",
@@ -64,6 +65,7 @@ class Shown:
         self._places: tuple[Any, ...] = ()
         self._told: list[dict[str, str]] = [{}, {}]
         self._panel: Any = None
+        self._pointer: Any = None
         self.tells_end = False
         self._outputs: Sequence[Mapping[str, Any]] | None = None
 
@@ -79,11 +81,15 @@ class Shown:
             raise
         return shown
 
+    def point_up(self) -> None:
+        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end."""
+        self._pointer = _place(_ABOVE)
+
     def withdraw(self) -> None:
         """Leave the places that were held empty, unless something was told there since: there is nothing to tell."""
         if not any(self._told):
             places, self._places = self._places, ()
-            for place in places:
+            for place in (*places, *filter(None, [self._pointer])):
                 place.update(_EMPTY, raw=True)
 
     def show_with(self, send_traceback: Callable[[], None], case: Case) -> None:
@@ -96,6 +102,7 @@ class Shown:
         finally:
             if comes_first:
                 send_traceback()
+                self._extension.borders.guarded("display", self.point_up)
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""

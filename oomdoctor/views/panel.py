@@ -263,7 +263,7 @@ class Row:
     ) -> None:
         self._widgets, self._number, self._unchanged, self._buttons = widgets, number, unchanged, buttons
         self._candidate, self._in_place, self.is_best = candidate, False, is_best
-        self.text = widgets.HTML(self._label(), layout=_REST)
+        self.text = widgets.HTML(self._label(), layout=_REST if is_best else {"width": "auto"})
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:

@@ -212,7 +212,8 @@ def offered(candidate: Candidate) -> str:
         parts.append(_pace(forecast.slowdown))
     if forecast.peak is not None:
         budget = f" of {format_size(forecast.budget)}" if forecast.budget is not None else ""
-        parts.append(f"peak {labels.about(_counted(forecast))}{budget}")
+        rough = " by a rough estimate" if forecast.estimated is not None else ""
+        parts.append(f"peak {labels.about(_counted(forecast))}{budget}{rough}")
     return f"{labels.clean(candidate.title)}{dose}: {', '.join(parts)}."
 
 

@@ -67,3 +67,7 @@ def test_the_traceback_is_whole_and_below(failed):
     traceback = page.output(1).locator(".jp-RenderedText", has_text="OutOfMemoryError").last
     assert traceback.bounding_box()["y"] > page.panel(1).bounding_box()["y"]
     expect(traceback).to_contain_text("loss = criterion(model(x), y)")
+    below = page.output(1).get_by_text("the fix is above this traceback")
+    assert below.bounding_box()["y"] > traceback.bounding_box()["y"], (
+        "where the front end has scrolled to the next cell"
+    )
