@@ -189,17 +189,19 @@ def _pipe() -> tuple[Connection, Connection]:
 
     So it is given the same one in copies that live at the same time.
     """
+    reader, writer = map(_moved_up, os.pipe())
+    return Connection(reader, writable=False), Connection(writer, readable=False)
+
+
+def _moved_up(descriptor: int) -> int:
     import fcntl  # which Windows has not
 
-    reader, writer = os.pipe()
-    with contextlib.suppress(OSError):  # fewer are allowed: they stay where they are
-        high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, _HIGH)
-        os.close(reader)
-        reader = high
-        high = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, _HIGH)
-        os.close(writer)
-        writer = high
-    return Connection(reader, writable=False), Connection(writer, readable=False)
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:  # fewer are allowed: it stays where it is
+        return descriptor
+    os.close(descriptor)
+    return high
 
 
 def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, *, is_first: bool) -> NoReturn:

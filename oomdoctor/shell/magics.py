@@ -293,6 +293,9 @@ VERBS: Final[dict[str, Verb]] = {
 }
 
 
+_KINDS: Final = {"oomdoctor": "line", "memreport": "line", "memplan": "line_cell", "mempeak": "line_cell"}
+
+
 def register(extension: Extension) -> None:
     """Add the magics to the shell of ``extension``."""
 
@@ -313,15 +316,15 @@ def register(extension: Extension) -> None:
             measuring.run(extension.shell, source, extension.memreport.number)
 
     memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
-    magics = ((oomdoctor, "line"), (memreport, "line"), (memplan, "line_cell"), (mempeak, "line_cell"))
-    for magic, kind in magics:
-        extension.shell.register_magic_function(magic, magic_kind=kind, magic_name=magic.__name__)
+    for magic in (oomdoctor, memreport, memplan, mempeak):
+        name = magic.__name__
+        extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 
 
 def unregister(extension: Extension) -> None:
     """Take the magics away again."""
     for magics in extension.shell.magics_manager.magics.values():
-        for name in ("oomdoctor", "memreport", "memplan", "mempeak"):
+        for name in _KINDS:
             magics.pop(name, None)
 
 

@@ -11,7 +11,7 @@ from oomdoctor.model.case import Finding, OutcomeKind
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import Census, DeviceMemory, Measured
+from oomdoctor.model.memory import Census, DeviceMemory, Measured, Role
 from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
@@ -30,7 +30,6 @@ from oomdoctor.views.document import (
     Notice,
     Source,
     Static,
-    Table,
     Timeline,
     apart,
     given,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from oomdoctor.views.displayed import Explained
 
 _TOP: Final = 5
-_REASONS: Final = Head("Why")
-_CHANGES: Final = "What to change"
 _LONGEST_NOTE: Final = 500
 _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
@@ -93,15 +90,12 @@ class Retry:
 
 def answer(case: Case, retry: Retry | None = None) -> Document:
     """Return what a page shows first: what ran out of memory, how full it is, and what a retry would do about it."""
-    incident, evidence = case.incident, case.evidence
     if case.outcome.kind is OutcomeKind.HEALED:
         return (aftermath(case),)
-    device = _device(incident, evidence)
-    census = evidence.census if evidence.census.device == device.name else None
-    bar = device_bar(device, census, total=incident.total, asked=incident.requested)
+    incident, bar = case.incident, _bar(case)
     title = Text.assemble(("Out of memory" if incident.is_oom else "Not a memory failure", "bad"))
     return (
-        Line(title.append_text(prose(_in_short(incident, evidence))), "lead"),
+        Line(title.append_text(prose(_in_short(incident, case.evidence))), "lead"),
         *given(replace(bar, is_slim=True) if bar is not None else None),
         *_offer(case, retry or Retry.of(case.plan)),
     )
@@ -115,19 +109,27 @@ def _in_short(incident: Incident, evidence: Evidence) -> str:
         return f"{where}: {labels.clean(incident.exc_type or 'an error')}."
     total = labels.known(incident.total, device.total)
     free = labels.known(incident.free, device.free)
-    fate = _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
+    fate = _fate(incident)
     if fate is None and incident.requested is not None and total is not None and free is not None:
         whole = f"{format_size(free)} of {format_size(total)} free on {labels.limited_name(device)}"
         fate = f"asked for {format_size(incident.requested)} with {whole}"
     fate = fate or _request(incident, device, evidence.host.kept_back if device.name == "cpu" else None)
-    return f"{where}: {fate}. {_most(evidence.census, device)}".rstrip()
+    most = _largest(evidence.census, device)
+    part = "" if most is None else f" Largest part: {labels.ROLES[most[0]]} ({labels.percent(most[1])})."
+    return f"{where}: {fate}.{part}"
 
 
-def _most(census: Census, device: DeviceMemory) -> str:
+def _fate(incident: Incident) -> str | None:
+    """Return what happened where it was more than a request that was refused."""
+    return _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
+
+
+def _largest(census: Census, device: DeviceMemory) -> tuple[Role, float] | None:
+    """Return the role that most of what was found on ``device`` is of, and its share; None where none was found."""
     if census.device != device.name or not census.found or not census.roles:
-        return ""
+        return None
     role, size = max(census.roles, key=lambda item: item[1])
-    return f"Largest part: {labels.ROLES[role]} ({labels.percent(size / census.found)})."
+    return role, size / census.found
 
 
 def _offer(case: Case, retry: Retry) -> Document:
@@ -148,45 +150,68 @@ def more(case: Case) -> Document:
 
 def details(case: Case, retry: Retry | None = None) -> Document:
     """Return what a page folds away below its ``answer`` and the controls."""
-    whole = tell(case, retry)
-    start = next(at for at, block in enumerate(whole) if isinstance(block, Source | Table | Head | Fold))
-    priced = next(at for at, block in enumerate(whole) if block == Head(_CHANGES))
     likeliest = case.findings[0].title if case.findings else ""
-    why = tuple(block for block in whole[start:priced] if not isinstance(block, Bar) and block != _REASONS)
+    why = (*_lines(case.incident), *_held(case), causes(case.findings))
+    number = labels.count(len(case.plan.candidates), "fix", "fixes")
     return (
         Fold("Why", why, aside=labels.clean(likeliest)),
-        Static(
-            (Fold("All fixes", whole[priced + 1 :], aside=labels.count(len(case.plan.candidates), "fix", "fixes")),)
-        ),
+        Static((Fold("All fixes", _changes(case, retry), aside=number),)),
     )
 
 
 def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None = None) -> Document:
     """Return the diagnosis of ``case``, from the headline to what to type next. For the arguments see ``bundle``."""
     incident, evidence = case.incident, case.evidence
-    device = _device(incident, evidence)
-    census = evidence.census if evidence.census.device == device.name else None
-    beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
-    held = holders(census, evidence.code.models, top=_TOP, beside=beside)
-    bar = device_bar(device, census, total=incident.total, asked=incident.requested)
-    course = Timeline.of(case.plan.unchanged.course, case.plan.unchanged.budget)
-    lines = (line for line in (incident.cell, incident.inner) if line is not None)
     frame = incident.framework_frame if incident.cell is None else None
-    priced, steps = prices(case.plan, incident), next_steps(case, retry or Retry.of(case.plan))
+    return (
+        Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
+        Line(headline(incident, evidence), "lead"),
+        *apart(*_lines(incident)),
+        *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
+        *apart(_bar(case)),
+        *_held(case),
+        *(Head("Why"), causes(case.findings)),
+        *(Head("What to change"), *_changes(case, retry, names)),
+    )
+
+
+def _lines(incident: Incident) -> Document:
+    """Return the lines of the program that the failure went through."""
+    lines = (line for line in (incident.cell, incident.inner) if line is not None)
+    return tuple(Source(labels.place(line), labels.clean(line.source_line, 200)) for line in lines)
+
+
+def _bar(case: Case) -> Bar | None:
+    device = _device(case.incident, case.evidence)
+    return device_bar(device, _census(case), total=case.incident.total, asked=case.incident.requested)
+
+
+def _census(case: Case) -> Census | None:
+    """Return who holds what, None where another device was searched."""
+    census, device = case.evidence.census, _device(case.incident, case.evidence)
+    return census if census.device == device.name else None
+
+
+def _held(case: Case) -> Document:
+    """Return who holds the memory, and how it goes in the cell."""
+    evidence, unchanged = case.evidence, case.plan.unchanged
+    device = _device(case.incident, evidence)
+    beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
+    held = holders(_census(case), evidence.code.models, top=_TOP, beside=beside)
+    course = Timeline.of(unchanged.course, unchanged.budget)
+    blocks = held.blocks("What holds it", folded=True)
+    return (*blocks, *given(Fold("Memory over time", (course,)) if course else None))
+
+
+def _changes(case: Case, retry: Retry | None, names: Mapping[int, str] | None = None) -> Document:
+    """Return the fixes with their prices, what is not known of the device, and what to type next."""
+    priced, steps = prices(case.plan, case.incident), next_steps(case, retry or Retry.of(case.plan))
     if names is not None:
         needs = priced.unchanged.replace("this cell", labels.clean(names[max(names)]), 1)
         priced, steps = replace(priced.without_commands(), unchanged=needs), ()
     return (
-        Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
-        Line(headline(incident, evidence), "lead"),
-        *apart(*(Source(labels.place(line), labels.clean(line.source_line, 200)) for line in lines)),
-        *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
-        *apart(bar),
-        *held.blocks("What holds it", folded=True),
-        *given(Fold("Memory over time", (course,)) if course else None),
-        *(_REASONS, causes(case.findings)),
-        *(Head(_CHANGES), *priced.blocks()),
-        *apart(*(Line(sentence, "muted") for sentence in missing(device))),
+        *priced.blocks(),
+        *apart(*(Line(sentence, "muted") for sentence in missing(_device(case.incident, case.evidence)))),
         *apart(*(Line(sentence, "next") for sentence in steps)),
     )
 
@@ -232,8 +257,7 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
     device = None if evidence is None else _device(incident, evidence)
     kept = None if evidence is None or device is None or device.name != "cpu" else evidence.host.kept_back
     share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
-    fate = _FATES_BY_FORMAT.get(incident.format or "") or _FATES.get(incident.family)
-    return f"{subject} {fate or _request(incident, device, kept)}{share}."
+    return f"{subject} {_fate(incident) or _request(incident, device, kept)}{share}."
 
 
 def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
@@ -262,12 +286,13 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
 
 
 def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
-    if census.device != device.name or not census.found or not census.roles:
+    most = _largest(census, device)
+    if most is None:
         return ""
-    role, size = max(census.roles, key=lambda item: item[1])
+    role, share = most
     module = within(census, role, models)
     place = f" of {labels.code(module)}" if module is not None else ""
-    return f"; {labels.percent(size / census.found)} of what is held is {labels.ROLES[role]}{place}"
+    return f"; {labels.percent(share)} of what is held is {labels.ROLES[role]}{place}"
 
 
 def _device(incident: Incident, evidence: Evidence) -> DeviceMemory:

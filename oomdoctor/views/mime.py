@@ -41,13 +41,13 @@ def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | No
 
 def whole(case: Case, retry: Retry | None = None) -> str:
     """Return the whole diagnosis of ``case`` as text. For ``retry`` see ``bundle``."""
-    return fitted(text.render(tell(case, retry), **looks(sys.stdout)), sys.stdout)
+    return _text(tell(case, retry))
 
 
 def answer_bundles(case: Case, retry: Retry | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """Return what a notebook shows above and below the controls of ``case``. For ``retry`` see ``bundle``."""
     above = answer(case, retry)
-    return {**_bundle(above, None), "text/html": html.controlled(above)}, _bundle(details(case, retry), None)
+    return {**report_bundle(above), "text/html": html.controlled(above)}, report_bundle(details(case, retry))
 
 
 def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -77,15 +77,19 @@ def notice_bundle(case: Case, names: Mapping[int, str] | None = None) -> dict[st
 
 
 def _bundle(document: Document, names: Mapping[int, str] | None) -> dict[str, str]:
+    if names is None:
+        return report_bundle(document)
+    return {"text/plain": _text(document, names)}
+
+
+def _text(document: Document, names: Mapping[int, str] | None = None) -> str:
     stream = sys.stdout if names is None else sys.stderr
-    shown = {"text/plain": fitted(text.render(document, names=names, **looks(stream)), stream)}
-    return shown if names is not None else {**shown, "text/html": html.render(document)}
+    return fitted(text.render(document, names=names, **looks(stream)), stream)
 
 
 def report_bundle(document: Document) -> dict[str, str]:
     """Return ``document`` by MIME type."""
-    shown = fitted(text.render(document, **looks(sys.stdout)), sys.stdout)
-    return {"text/plain": shown, "text/html": html.render(document)}
+    return {"text/plain": _text(document), "text/html": html.render(document)}
 
 
 def live_bundle(document: Sequence[Line | Bar]) -> dict[str, str]:

@@ -217,9 +217,9 @@ def _best(case: Case, retry: Retry) -> str:
 class Part:
     """What is shown below a button that is pressed, and hidden again by it."""
 
-    def __init__(self, widgets: Any, name: str, tooltip: str = "") -> None:
+    def __init__(self, widgets: Any, name: str, tooltip: str, children: Sequence[Any] = ()) -> None:
         self.button = widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
-        self.box = widgets.VBox([], layout={"display": "none"})
+        self.box = widgets.VBox(children, layout={"display": "none"})
         self._name = name
         self.button.on_click(lambda _: self._toggle())
 
@@ -271,8 +271,8 @@ class Row:
         elif row.apply and retry is not None:
             self._run = buttons.add(f"Retry with {number}", f"Run the cell again: {row.title}", lambda: retry(number))
             controls.append(self._run)
-        self.change = Part(widgets, "Show change" if is_best else f"Show change {number}", f"Diff: {row.title}")
-        self.change.show(self.change.button.description, self._change())
+        name = "Show change" if is_best else f"Show change {number}"
+        self.change = Part(widgets, name, f"Diff: {row.title}", self._change())
         if row.diff:  # to open it runs nothing, so the other buttons stay as they are
             controls.append(self.change.button)
         self.box = widgets.VBox([self.text, widgets.HBox(controls, layout=_WRAPPING), self.change.box])

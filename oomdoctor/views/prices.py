@@ -72,13 +72,12 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
     unchanged = plan.unchanged
     fits = unchanged.peak is not None and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
     # A failure contradicts a forecast that fits, unless it tells of another limit than that of the forecast.
-    has_failed = incident is not None and incident.is_oom
-    unsized = fits and has_failed and incident is not None and incident.requested is None
-    is_known = not has_failed or unchanged.verdict is Verdict.TOO_LARGE or (fits and not unsized)
+    failed = incident is not None and incident.is_oom and not (fits and incident.requested is not None)
+    is_contradicted = failed and unchanged.verdict is not Verdict.TOO_LARGE
     return Prices(
-        unchanged=_need(unchanged) if is_known or unchanged.peak is None else _failed_need(unchanged),
+        unchanged=_failed_need(unchanged) if is_contradicted and unchanged.peak is not None else _need(unchanged),
         fixes=fix_rows(plan),
-        unfixed=_unfixed(plan, fits=not unsized),
+        unfixed=_unfixed(plan, fits=not is_contradicted),
         refusals=tuple((labels.clean(fix, 120), labels.clean(reason)) for fix, reason in plan.refusals),
     )
 

@@ -25,15 +25,6 @@ MIB = 1 << 20
 DEVICE = "cuda:0 (simulated)"
 
 
-@pytest.fixture(scope="module")
-def ready() -> Iterator[Kernel]:
-    kernel = Kernel()
-    for cell in ("%load_ext oomdoctor", "import torch", "%oomdoctor simulate 512MiB", "kept = torch.ones(8 << 18)"):
-        kernel.run(cell, ok=True)
-    yield kernel
-    kernel.stop()
-
-
 def grown(kernel: Kernel) -> dict[int, dict[str, int]]:
     found = json.loads(kernel.run("%memreport --cells --json", ok=True).stdout)
     assert found["schema"] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,16 +21,6 @@ big = torch.ones(24 << 18)
 again = big + 1; time.sleep(0.5); del again
 small = torch.ones(1 << 18)
 small.shape[0]"""
-
-
-@pytest.fixture(scope="module")
-def ready() -> Iterator[Kernel]:
-    """A kernel with a tensor of 8 MiB on a simulated device."""
-    kernel = Kernel()
-    for cell in ("%load_ext oomdoctor", "import torch", "%oomdoctor simulate 512MiB", "kept = torch.ones(8 << 18)"):
-        kernel.run(cell, ok=True)
-    yield kernel
-    kernel.stop()
 
 
 def device_line(printed: str) -> str:
