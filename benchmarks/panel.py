@@ -78,7 +78,8 @@ for _ in range(2):
 # {number}
 """
 LOADED: Final = "get_ipython()._oomdoctor_extension.warming.done"
-PENDING: Final = "Forecasts are being made"
+PENDING: Final = ("waits for the forecasts", "Forecasts are running")
+"""Of what is said until the forecasts are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ def fail(kernel: Kernel, number: int) -> Failure:
             stamps["error"] = at
         elif "application/vnd.jupyter.widget-view+json" in data:
             stamps["panel"] = at
-        elif PENDING in data.get("text/plain", ""):
+        elif any(said in data.get("text/plain", "") for said in PENDING):
             stamps["diagnosis"] = at
     filled = _filled(kernel, raised)
     blocked, blocked_cpu = kernel.value(f"[max(column) for column in zip(*gaps[{ticks}:])]")
@@ -140,7 +141,7 @@ def _filled(kernel: Kernel, raised: float) -> float:
             continue
         if message["header"]["msg_type"] == "update_display_data":
             shown = message["content"]["data"]["text/plain"]
-            if PENDING not in shown:
+            if not any(said in shown for said in PENDING):
                 time.sleep(1)  # the panel gets its rows
                 return float(message["header"]["date"].timestamp() - raised)
     raise SystemExit("the forecasts did not come")

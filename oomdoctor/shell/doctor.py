@@ -8,6 +8,7 @@ for it, and it says so.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,11 +87,12 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     guarded, auto, shown = extension.borders.guarded, extension.config.auto, run.shown or Shown(extension)
     with uncollected():
         found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
-        # On the host it is the diagnosis that needs the memory: what comes with it is made first.
-        comes_later = found is not None and found.incident.device != "cpu" and _may_fill_in(extension)
+        # On the host what comes with the diagnosis is made first.
+        comes_later = found is not None and _comes_later(extension, found)
         if found is not None and comes_later:
             pending = pipeline.record(replace(found, plan=pipeline.unpriced(pending=True)))
             guarded("display", lambda: shown.show(pending))
+            gc.collect()  # what the failure held in cycles: the forecasts begin without it
     if found is None:
         extension.tracebacks.send_held()
         guarded("display", shown.withdraw)
@@ -120,6 +122,11 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     guarded("notice", lambda: _tell_why_not(extension, case))
 
 
+def _comes_later(extension: Extension, case: Case) -> bool:
+    """Return whether forecasts follow while the diagnosis is shown: not of what ran out on the host, which needs it."""
+    return case.incident.device != "cpu" and _may_fill_in(extension)
+
+
 def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
     """Diagnose a failure outside of every cell that was seen to begin, after it was shown.
 
@@ -135,6 +142,7 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
     guarded, case = extension.borders.guarded, _looked_at(extension, failure, observe)
     if case is not None:
         guarded("display", lambda: Shown(extension).show(case))
+        gc.collect()
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
@@ -144,7 +152,7 @@ def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[
 
     def let_go() -> None:
         if not extension.config.keep_frames:
-            release(failure, extension.shell)
+            release(failure, extension.shell, collects=False)
 
     if guarded("reserve", lambda: _lacks_room(extension, let_go)):
         return None
@@ -153,6 +161,8 @@ def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[
     if case is None:
         return None
     found = case
+    if not _comes_later(extension, case):  # on the host it is the diagnosis that needs the memory
+        gc.collect()
     diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, found))
     return diagnosed or quietly(lambda: _diagnose(extension, found, by_message=True)) or case
 
@@ -165,6 +175,7 @@ def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
     if not extension.warming.lacks_room():
         return False
     quietly(let_go)
+    gc.collect()
     why = extension.warming.lacks_room()
     if why:
         extension.close("a cell has run out of memory that there was no room to diagnose")

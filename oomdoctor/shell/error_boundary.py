@@ -9,6 +9,7 @@ A cell that loads the extension has begun before it and has no run: it is known 
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 import sys
 import traceback
@@ -56,7 +57,11 @@ class Borders:
         """
         observed: T | None = quietly(observe)
         self.guarded("release", let_go)
-        return observed or self.guarded("evidence", observe)
+        if observed is not None:
+            return observed
+        gc.collect()
+        seen: T | None = self.guarded("evidence", observe)
+        return seen
 
     async def retried(self, retry: Awaitable[T], restore: Callable[[], None]) -> T | None:
         """Return what ``retry`` returns; None where ours fails, which leaves the state of the cell's start."""
