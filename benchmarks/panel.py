@@ -201,7 +201,8 @@ _ABOVE = """output => {
     while (walker.nextNode()) {
       range.selectNodeContents(walker.currentNode);
       const box = range.getBoundingClientRect();
-      if (box.height && box.bottom <= limit) words += walker.currentNode.data.trim().split(/\\s+/).filter(Boolean).length;
+      if (!box.height || box.bottom > limit) continue;
+      words += walker.currentNode.data.split(/\\s+/).filter(Boolean).length;
     }
     return [words, Math.round(limit - top)];
   };
