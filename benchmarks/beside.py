@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Final
@@ -33,8 +34,11 @@ _COLUMNS: Final = re.compile(r"\s{2,}")
 def output(tree: Path, name: str) -> list[str]:
     """Run a benchmark in a tree, with the package of that tree, and return its lines."""
     given = (sys.executable, f"benchmarks/{name}.py", *RUNS[name])
-    ran = subprocess.run(given, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True)
-    return ran.stdout.splitlines() if ran.returncode == 0 else [f"failed  {ran.stderr.strip().splitlines()[-1]}"]
+    with tempfile.TemporaryFile("w+") as told:  # a pipe would stay open as long as a kernel that it has left
+        ran = subprocess.run(given, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, stdout=told, stderr=told)
+        told.seek(0)
+        lines = told.read().splitlines()
+    return lines if ran.returncode == 0 else [f"failed  {lines[-1] if lines else ran.returncode}"]
 
 
 def rows(lines: list[str]) -> dict[str, str]:
