@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.language import say
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.named import own_modules
@@ -215,9 +216,8 @@ class Extension:
                 if not await heal(self, request, result, cell):
                     self.tracebacks.send_held()
             else:
-                print(
-                    "oomdoctor: a retry needs a cell of its own, because it restores an earlier state", file=sys.stderr
-                )
+                why = say("oomdoctor: a retry needs a cell of its own, because it restores an earlier state")
+                print(why, file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source, self.to_run = self.to_run, ""
