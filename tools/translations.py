@@ -23,6 +23,8 @@ _TEXTS: Final = runpy.run_path(str(Path(__file__).with_name("texts_page.py")))
 _PLAIN: Final = re.compile(r"[\w(][^:#`'\"\\\[\]{}]*(?<!\s)")
 """What YAML takes for a text as it is."""
 _SIDE_BY_SIDE: Final = re.compile(rf"(?:{HOLE.pattern}){{2,}}")
+_TITLE: Final = re.compile(r'^title = "(.*)"$', re.MULTILINE)
+"""What a message of another library means, in ``oomdoctor/incident/wordings``."""
 _LONG: Final = 100
 
 
@@ -51,8 +53,10 @@ def rooms() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for room in sorted(path for path in (ROOT / "oomdoctor").iterdir() if path.is_dir()):
         seen: set[str] = set()
-        for module in sorted(room.rglob("*.py")):
-            texts = dict.fromkeys(" ".join(text.split()) for text in _TEXTS["texts"](module.read_text("utf-8")))
+        for module in sorted([*room.rglob("*.py"), *room.rglob("*.toml")]):
+            source = module.read_text(encoding="utf-8")
+            found_in = _TITLE.findall(source) if module.suffix == ".toml" else _TEXTS["texts"](source)
+            texts = dict.fromkeys(" ".join(text.split()) for text in found_in)
             if new := [text for text in texts if text not in seen]:
                 found.setdefault(room.name, {})[module.relative_to(room).with_suffix("").as_posix()] = new
                 seen.update(new)

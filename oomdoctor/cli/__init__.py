@@ -91,6 +91,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 def _translate(parser: argparse.ArgumentParser) -> None:
     """Have the help of a parser and of those below it shown in the language of the reader."""
     parser.description, parser.epilog = say(parser.description or ""), say(parser.epilog or "")
+    for group in parser._action_groups:
+        group.title = group.title and say(group.title)
     for action in parser._actions:
         action.help = action.help and say(action.help)
         if isinstance(action, argparse._SubParsersAction):

@@ -22,16 +22,20 @@ import yaml
 
 HOLE: Final = re.compile(r"\{[^{}\s]*\}")
 """What is filled in: ``{name}``; in a translation ``{name#2}`` is the second of that name in the English."""
-_SIZE: Final = r"((?:≈ )?[\d.,]+ (?:bytes?|[KMGTPE]iB|B))"
-_NUMBER: Final = r"([\d.,]+)"
+_SIZE: Final = r"(?:≈ )?[\d.,]+ (?:bytes?|[KMGTPE]iB|B)"
+_NUMBER: Final = r"[\d.,]+"
 _KINDS: Final = {
     **dict.fromkeys(("format_size", "about"), _SIZE),
     **dict.fromkeys(("n", "len", "line", "lineno", "peak_line", "number", "ranks"), _NUMBER),
-    "percent": r"(<?[\d.,]+ %)",
-    "device": r"(host memory|[\w:.-]+)",
-    "change": r"([+-][\d.,]+ \w+)",
-    "dtype": r"([a-z]+\d+.*)",
-    "fix": r"(\w+(?:\([^()]*\))?(?:, \w+(?:\([^()]*\))?)*)",
+    "percent": r"<?[\d.,]+ %",
+    "device": r"(?:host memory|[\w:.-]+)(?: \(simulated\))?",
+    "count": r"[\d.,]+(?: [\w ]+)?",
+    "which": r"(?: \([^()]*\))?",
+    "change": r"[+-][\d.,]+ \w+",
+    "dtype": r"[a-z]+\d+.*",
+    "fix": r"\w+(?:\([^()]*\))?(?:, \w+(?:\([^()]*\))?)*",
+    "role": r"(?:your tensors|the batch|(?:optimizer|no|held|output|KV|pinned|graphs|workspaces) [\w ]+|[a-z]+s)",
+    "figure": r"(?:[a-z]+|[RUP]SS|peak \w+|(?:page|process|open|address|memory) \w+)",
 }
 """What placeholders of these names stand for; all others stand for anything."""
 _CHINESE: Final = r"[\u3000-\u303f\u3400-\u9fff\uff00-\uffef]"
@@ -39,16 +43,16 @@ _HAS_CHINESE: Final = re.compile(_CHINESE)
 _WORD: Final = re.compile(r"[^\W\d_]+")
 _LETTERS: Final = re.compile(r"[A-Za-z]{2}")
 _CODE: Final = re.compile(r"(`[^`]*`)")
-_BETWEEN: Final = re.compile(r"(; |: |, |\. |\.$|:$| \(|^\(|\)|\n\s*)")
+_BETWEEN: Final = re.compile(r"(^[✓!] |。\s?|; |: |, |\. |\.$|:$| \(|^\(|\)|\n\s*)")
 """Where a text is taken apart."""
-_EDGES: Final = " \n,;:.，；：。"  # noqa: RUF001
+_EDGES: Final = " \n,;:.，；：。"
 _PUNCTUATION: Final = (
-    (re.compile(rf" ?\(([^()]*{_CHINESE}[^()]*)\)"), r"（\1）"),  # noqa: RUF001 - Chinese punctuation is meant
+    (re.compile(rf" ?\(([^()]*{_CHINESE}[^()]*)\)"), r"（\1）"),
     (re.compile(rf"(?<={_CHINESE})(?P<mark>[,;:])(?: |$)|(?P<other>[,;:]) (?={_CHINESE})"), None),
     (re.compile(r"(?<!^\d)(?<!^\d\d)\.(?: |$)"), "。"),
-    (re.compile(r"(?<=[，；：。（）、]) +| +(?=[，；：。（）、])"), ""),  # noqa: RUF001
+    (re.compile(r"(?<=[，；：。（）、]) +| +(?=[，；：。（）、])"), ""),
 )
-_FULL: Final = {",": "，", ";": "；", ":": "：", "": ""}  # noqa: RUF001
+_FULL: Final = {",": "，", ";": "；", ":": "：", "": ""}
 _BRACKETS: Final = re.compile(r"\([^()]*\)")
 _CLAUSE: Final = re.compile(r"[;:.] ")
 _MOST_PARTS: Final = 40
@@ -112,7 +116,9 @@ class _Template(NamedTuple):
         if match is None:
             return None
         for found, group in zip(match.groups(), self.groups, strict=True):
-            if not _is_balanced(found) or not (group.is_open or group.is_code or not _is_clauses(found)):
+            if not _is_balanced(found) or found.rstrip().endswith((",", ";", ":")):
+                return None
+            if _is_clauses(found) and not (group.is_open or group.is_code):
                 return None
         return match.groups()
 
@@ -172,11 +178,14 @@ class Catalogue:
 
     def _whole(self, text: str) -> str | None:
         """Return the translation of what one template matches to its end; the one with most text of its own wins."""
+        if text.startswith("(") and text.endswith(")") and _is_balanced(text[1:-1]):
+            inner = self._whole(text[1:-1])
+            return inner and f"（{inner}）"
         said = self._exact.get(_folded(text))
         if said is not None:
             return said
         words = frozenset(map(str.lower, _WORD.findall(text)))
-        candidates = [one for word in words for one in self._index.get(word, ()) if one.words <= words]
+        candidates = [one for word in ("", *words) for one in self._index.get(word, ()) if one.words <= words]
         for one in sorted(candidates, key=lambda one: -one.weight):
             found = one.match(text)
             if found is not None:
@@ -198,7 +207,7 @@ def _folded(text: str) -> str:
 def _core(text: str) -> str:
     """Return a text without the punctuation at its ends, which parts of sentences have or not."""
     core = text.strip(_EDGES)
-    for left, right in ("()", "（）"):  # noqa: RUF001
+    for left, right in ("()", "（）"):
         if core.startswith(left) and core.endswith(right) and _is_balanced(core[1:-1]):
             core = core[1:-1]
     return core
@@ -255,16 +264,15 @@ def _mark(match: re.Match[str]) -> str:
 
 
 def _indexed(sources: Iterable[tuple[str, str]]) -> dict[str, list[_Template]]:
-    """Return the templates by their rarest word."""
+    """Return the templates by their rarest word, those without one by the empty text."""
     templates = [_template(*source) for source in sources]
     frequency: dict[str, int] = defaultdict(int)
     for one in templates:
         for word in one.words:
             frequency[word] += 1
     index: dict[str, list[_Template]] = defaultdict(list)
-    for one in templates:
-        if one.words:
-            index[min(one.words, key=lambda word: (frequency[word], word))].append(one)
+    for one in (template for template in templates if template.weight):
+        index[min(one.words, key=lambda word: (frequency[word], word), default="")].append(one)
     return index
 
 
@@ -275,11 +283,12 @@ def _template(english: str, said: str) -> _Template:
     for at, name in enumerate(names):
         if runs and not literals[at]:  # one right after the other: where the first ends cannot be told
             runs[-1] += name
-            pattern[-2] = "(.*?)"
+            pattern[-2] = f"{pattern[-2][:-1]}.*?)"
         else:
             runs.append(name)
             is_code.append("".join(literals[: at + 1]).count("`") % 2 == 1)
-            pattern += [_KINDS.get(name.strip("{}").partition("#")[0], "(.*?)"), ""]
+            kind = _KINDS.get(name.strip("{}").partition("#")[0], ".*?")
+            pattern += [f"({kind})", ""]
         pattern[-1] = _literal(literals[at + 1])
     pieces: list[str | int] = [said]
     for number, run in enumerate(runs):

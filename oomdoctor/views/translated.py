@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from rich.text import Text
 
@@ -31,8 +32,10 @@ from oomdoctor.views.document import (
     prose,
 )
 
-_CODE = frozenset({"path", "freeing", "command"})
+_CODE: Final = frozenset({"path", "freeing", "command"})
 """Styles of what comes from the user's program."""
+_NAMELESS: Final = "local `"
+"""How the path of a holder begins that is told in our words."""
 
 
 def translated(document: Document) -> Document:
@@ -48,10 +51,15 @@ def inline(content: Inline) -> Inline:
         return content
     if content.style:
         return Text(content.plain if str(content.style) in _CODE else say(content.plain), content.style)
-    found = Text()
-    for stretch, style in _stretches(content):
+    stretches, found = _stretches(content), Text()
+    if len(stretches) == 2 and stretches[0][1] not in _CODE and stretches[1][0].startswith(": "):
+        said = say(content.plain)  # a name before its sentence
+        found = prose(said)
+        found.stylize_before(stretches[0][1], 0, len(said.partition("：")[0]))  # noqa: RUF001
+        return found
+    for stretch, style in stretches:
         if style in _CODE:
-            found.append(stretch, style)
+            found.append(say(stretch) if stretch.startswith(_NAMELESS) else stretch, style)
         elif style:
             found.append(say(stretch), style)
         else:  # a sentence, with code between backticks
