@@ -100,8 +100,8 @@ def test_each_rule_is_said_in_chinese_with_its_own_placeholders() -> None:
         ("✓ fits", "✓ 放得下"),
         (
             (
-                "`x()` (In[5], line 7) asked for 48 MiB, 3.5 MiB more than was free of the 64 MiB of cuda:0 (simulated); "
-                "71 % of what is held is activations of `model`."
+                "`x()` (In[5], line 7) asked for 48 MiB, 3.5 MiB more than was free of the 64 MiB of cuda:0 (simulated)"
+                "; 71 % of what is held is activations of `model`."
             ),
             (
                 "`x()`（In[5]，第 7 行）请求 48 MiB，比 cuda:0（模拟）的 64 MiB 中空闲的部分多 3.5 MiB；"
