@@ -52,7 +52,8 @@ _PUNCTUATION: Final = (
     (re.compile(r"(?<!^\d)(?<!^\d\d)\.(?: |$)"), "。"),
     (re.compile(r"(?<=[，；：。（）、]) +| +(?=[，；：。（）、])"), ""),
 )
-_FULL: Final = {",": "，", ";": "；", ":": "：", "": ""}
+_FULL: Final = {",": "，", ";": "；", ":": "："}
+_SENTENCE: Final = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")
 _BRACKETS: Final = re.compile(r"\([^()]*\)")
 _CLAUSE: Final = re.compile(r"[;:.] ")
 _MOST_PARTS: Final = 40
@@ -102,6 +103,7 @@ class _Template(NamedTuple):
         words: that a text has where it matches.
         weight: letters of its own.
         said: the translation, with the numbers of groups in it.
+        ends_open: whether the last group ends the text, as what others have to say does.
     """
 
     pattern: str
@@ -109,6 +111,7 @@ class _Template(NamedTuple):
     weight: int
     groups: tuple[_Hole, ...]
     said: tuple[str | int, ...]
+    ends_open: bool
 
     def match(self, text: str) -> tuple[str, ...] | None:
         """Return what the groups stand for in ``text``, None where it is another text."""
@@ -144,6 +147,8 @@ class Catalogue:
 
     def _translated(self, text: str) -> str:
         """Return ``text`` in the other language, as far as its parts are known."""
+        if text.endswith(" ") and text[:-1] in _FULL:
+            return _FULL[text[:-1]]
         if not _LETTERS.search(text) or len(text) > _LONGEST:
             return _punctuated(text) if _HAS_CHINESE.search(text) else text
         if "\n" in text:
@@ -188,14 +193,19 @@ class Catalogue:
         candidates = [one for word in ("", *words) for one in self._index.get(word, ()) if one.words <= words]
         for one in sorted(candidates, key=lambda one: -one.weight):
             found = one.match(text)
-            if found is not None:
-                return self._filled(one, found)
+            said = None if found is None else self._filled(one, found)
+            if said is not None:
+                return said
         return None
 
-    def _filled(self, template: _Template, found: tuple[str, ...]) -> str:
+    def _filled(self, template: _Template, found: tuple[str, ...]) -> str | None:
+        """Return the translation; None where English sentences stay in its midst, as of a text that is like ours."""
         said = [
             part if hole.is_code else self.translated(part) for part, hole in zip(found, template.groups, strict=True)
         ]
+        for part, hole in zip(said[:-1] if template.ends_open else said, template.groups, strict=False):
+            if not hole.is_code and len(part) > 2 * template.weight and _SENTENCE.search(_CODE.sub("", part)):
+                return None
         return "".join(part if isinstance(part, str) else said[part] for part in template.said)
 
 
@@ -304,6 +314,7 @@ def _template(english: str, said: str) -> _Template:
             _Hole(code, (first and at == 0) or (last and at == len(runs) - 1)) for at, code in enumerate(is_code)
         ),
         said=tuple(pieces),
+        ends_open=last,
     )
 
 

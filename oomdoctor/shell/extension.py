@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.language import say
+from oomdoctor.language import choose, say
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.named import own_modules
@@ -117,6 +117,7 @@ class Extension:
         self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
+        choose(self.config.language)
         register(self)
         self.warming.begin()
 
@@ -128,6 +129,7 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        choose("auto")
         self.memreport.end_live()
         self.close()
         self.warming.end()

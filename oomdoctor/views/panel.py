@@ -275,7 +275,7 @@ class Row:
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
-            controls.append(widgets.HTML(code(row.apply)))
+            controls.append(widgets.HTML(part("inline", f"`{row.apply}`")))
         elif row.apply and retry is not None:
             self._run = buttons.add(
                 say(f"Retry with {number}"), say(f"Run the cell again: {row.title}"), lambda: retry(number)
@@ -331,11 +331,6 @@ class Row:
 
 def _told(content: str) -> str:
     return f'<div style="line-height:1.45;margin:2px 0">{content}</div>'
-
-
-def code(text: str) -> str:
-    """Return code as HTML within a sentence."""
-    return part("inline", f"`{text}`")
 
 
 class Buttons:

@@ -117,7 +117,7 @@ class _Renderer:
                 yield self._line(block)
             case Head() | Fold():
                 yield ""
-                yield Text.assemble((block.title, "strong"), f": {block.aside}" if block.aside else "")
+                yield Text.assemble((block.title, "strong"), f"{say(': ')}{block.aside}" if block.aside else "")
                 yield from self.parts(block.blocks) if isinstance(block, Fold) else ()
             case Static():
                 yield from self.parts(block.blocks)
@@ -224,9 +224,9 @@ class _Renderer:
         for row in rows:
             text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
             text.append(f"\n{say(f'{row.effect}: {row.promise}')}\n")
-            text.append(row.verdict_text, labels.TONES[row.verdict]).append(f": {row.peak}")
-            text.append(f" {row.quantity}, {row.basis}" if row.quantity else "")
-            text.append(f"; {say('time')} {row.slowdown}")
+            text.append(row.verdict_text, labels.TONES[row.verdict]).append(f"{say(': ')}{row.peak}")
+            text.append(f" {row.quantity}{say(', ')}{row.basis}" if row.quantity else "")
+            text.append(f"{say('; ')}{say('time')} {row.slowdown}")
             if commands := [command for command in (row.apply, row.diff) if command]:
                 text.append("\n").append("   ".join(commands), "command")
             for note in row.notes:
