@@ -47,13 +47,16 @@ _BETWEEN: Final = re.compile(r"(^[✓!] |。\s?|; |: |, |\. |\.$|:$| \(|^\(|\)|\
 """Where a text is taken apart."""
 _EDGES: Final = " \n,;:.，；：。"
 _PUNCTUATION: Final = (
-    (re.compile(rf" ?\(([^()]*{_CHINESE}[^()]*)\)"), r"（\1）"),
     (re.compile(rf"(?<={_CHINESE})(?P<mark>[,;:])(?: |$)|(?P<other>[,;:]) (?={_CHINESE})"), None),
     (re.compile(r"(?<!^\d)(?<!^\d\d)\.(?: |$)"), "。"),
     (re.compile(r"(?<=[，；：。（）、]) +| +(?=[，；：。（）、])"), ""),
+    (re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])"), ""),
+    (re.compile(r"(?<=[\u4e00-\u9fff])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])(?=[\u4e00-\u9fff])"), " "),
 )
 _FULL: Final = {",": "，", ";": "；", ":": "："}
+_UNFINISHED: Final = re.compile(r": |[,;:]\s*$")
 _SENTENCE: Final = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")
+_BRACKETED: Final = re.compile(r"`[^`]*`| ?\((?P<inner>(?:`[^`]*`|[^()`])*)\)")
 _BRACKETS: Final = re.compile(r"\([^()]*\)")
 _CLAUSE: Final = re.compile(r"[;:.] ")
 _MOST_PARTS: Final = 40
@@ -119,7 +122,8 @@ class _Template(NamedTuple):
         if match is None:
             return None
         for found, group in zip(match.groups(), self.groups, strict=True):
-            if not _is_balanced(found) or found.rstrip().endswith((",", ";", ":")):
+            is_more = len(found) > self.weight and not (self.ends_open and group is self.groups[-1])
+            if not _is_balanced(found) or (is_more and _UNFINISHED.search(found)):
                 return None
             if _is_clauses(found) and not (group.is_open or group.is_code):
                 return None
@@ -262,11 +266,16 @@ def _parts(text: str) -> list[str]:
 
 def _punctuated(text: str) -> str:
     """Return a text with the punctuation of Chinese beside Chinese."""
-    parts = _CODE.split(text)
+    parts = _CODE.split(_BRACKETED.sub(_bracket, text))
     for at in range(0, len(parts), 2):
         for pattern, full in _PUNCTUATION:
             parts[at] = pattern.sub(full if full is not None else _mark, parts[at])
     return "".join(parts)
+
+
+def _bracket(match: re.Match[str]) -> str:
+    inner = match["inner"] or ""
+    return f"（{inner}）" if _HAS_CHINESE.search(_CODE.sub("", inner)) else match[0]
 
 
 def _mark(match: re.Match[str]) -> str:
