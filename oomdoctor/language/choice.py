@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +25,26 @@ _LARGEST: Final = 64 << 10
 
 
 def automatic(environ: Mapping[str, str] | None = None) -> str:
-    """Return ``zh`` or ``en``, for the environment and the settings that this process has."""
+    """Return ``zh`` or ``en``, for the environment and the settings that this process has.
+
+    It is English as well where the standard output has no Chinese characters.
+    """
+    if not _prints_chinese():
+        return "en"
     environ = os.environ if environ is None else environ
     for language in environ.get("LANGUAGE", "").split(":"):
         if language[:2].lower() in LANGUAGES:
             return language[:2].lower()
     locale = next((environ[name] for name in _LOCALES if environ.get(name)), "")
     return "zh" if _is_chinese(locale) or _is_chinese(_of_jupyterlab(environ)) else "en"
+
+
+def _prints_chinese() -> bool:
+    encoding = getattr(sys.stdout, "encoding", None)
+    try:
+        return bool("中".encode(encoding if isinstance(encoding, str) else "utf-8"))
+    except (LookupError, UnicodeError):
+        return False
 
 
 def _is_chinese(locale: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,11 @@ def test_jupyterlab_s_settings_are_found_at_home(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_read_choose_nothing(text: str, tmp_path: Path) -> None:
     assert automatic(jupyter(tmp_path, text)) == "en"
+
+
+@pytest.mark.parametrize(("encoding", "language"), [("ascii", "en"), ("latin-1", "en"), ("gbk", "zh"), ("utf-8", "zh")])
+def test_it_is_english_where_chinese_cannot_be_printed(
+    encoding: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    assert automatic({"LANGUAGE": "zh"}) == language
