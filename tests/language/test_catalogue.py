@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -201,3 +202,14 @@ def test_rules_are_said_once_they_are_loaded(chinese: None) -> None:
 
 def test_placeholders_of_one_name_are_numbered() -> None:
     assert holes("{a} of {b} and {a}") == ["{a}", "{b}", "{a#2}"]
+
+
+def test_each_fix_and_each_rule_is_told_in_chinese(chinese: None) -> None:
+    said = {"size": "7.5 GiB", "percent": "7 %", "count": "7", "": "loss.grad"}
+    texts = [text for name in fixes.ids() for text in (fixes.get(name).title, fixes.get(name).cost)]
+    for rule in everything((), fixes.ids()).rules:
+        sentences = (list(Formatter().parse(sentence)) for sentence in rule.file.because)
+        texts += [rule.title]
+        texts += ["".join(text + ("" if way is None else said[way]) for text, _, way, _ in one) for one in sentences]
+    english = [text for text in texts if not re.search(r"[\u4e00-\u9fff]", language.say(text))]
+    assert set(english) <= {"loss.grad."}  # what a fact says by itself
