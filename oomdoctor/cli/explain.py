@@ -16,6 +16,7 @@ from typing import IO, Final
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 
 _HALF: Final = 8 << 20
 """Bytes that are read from the beginning of a text, and as many from its end."""
@@ -62,7 +63,7 @@ def _text(name: str) -> tuple[str, bool]:
             if sys.stdin is None:
                 raise UsageError("there is no input: it is closed")
             if sys.stdin.isatty():
-                print("Paste the failure, then press Ctrl-D.", file=sys.stderr)
+                print(say("Paste the failure, then press Ctrl-D."), file=sys.stderr)
             read, whole = _ends(sys.stdin.buffer)
         else:
             with Path(name).open("rb") as file:

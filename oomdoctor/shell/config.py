@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from traitlets import Bool, Enum, Float, Int, List, Unicode
+from typing import Any
+
+from traitlets import Bool, Enum, Float, Int, List, Unicode, observe
 from traitlets.config import Configurable
+
+from oomdoctor.language import LANGUAGES, choose
 
 
 class OomDoctor(Configurable):
@@ -31,7 +35,16 @@ class OomDoctor(Configurable):
         config=True
     )
     panel = Bool(True, help="Show buttons below the diagnosis where ipywidgets is installed.").tag(config=True)
+    language = Enum(
+        LANGUAGES,
+        default_value="auto",
+        help="Language of what is shown: English, Chinese, or that of the environment or else of JupyterLab.",
+    ).tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
+
+    @observe("language")
+    def _choose(self, change: Any) -> None:
+        choose(change["new"])
 
     def room(self) -> int:
         """Return how many bytes of host memory copies of weights may take now."""

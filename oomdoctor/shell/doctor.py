@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import CellLine
 from oomdoctor.model.plan import Candidate
@@ -179,7 +180,7 @@ def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
     why = extension.warming.lacks_room()
     if why:
         extension.close("a cell has run out of memory that there was no room to diagnose")
-        print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
+        print(say(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again."), file=sys.stderr)
     return bool(why)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
+from oomdoctor.language import say
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.fork import signals_held_back
@@ -86,7 +87,7 @@ class Borders:
             self.faults.append(line)
             if is_told:
                 return
-            print(f"oomdoctor could not finish ({line})", file=sys.stderr)
+            print(say(f"oomdoctor could not finish ({line})"), file=sys.stderr)
 
     def take_signalled(self) -> BaseException | None:
         """Return what the handler of a signal has raised in a stage of ours, once."""
@@ -97,7 +98,7 @@ class Borders:
         """Print a fault that is not ours the first time that it is met."""
         if fault not in self.faults:
             self.faults.append(fault)
-            print(f"oomdoctor: {fault}", file=sys.stderr)
+            print(f"oomdoctor: {say(fault)}", file=sys.stderr)
 
 
 def quietly(do: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.language import choose, say
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.named import own_modules
@@ -116,6 +117,7 @@ class Extension:
         self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
+        choose(self.config.language)
         register(self)
         self.warming.begin()
 
@@ -127,6 +129,7 @@ class Extension:
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        choose("auto")
         self.memreport.end_live()
         self.close()
         self.warming.end()
@@ -215,9 +218,8 @@ class Extension:
                 if not await heal(self, request, result, cell):
                     self.tracebacks.send_held()
             else:
-                print(
-                    "oomdoctor: a retry needs a cell of its own, because it restores an earlier state", file=sys.stderr
-                )
+                why = say("oomdoctor: a retry needs a cell of its own, because it restores an earlier state")
+                print(why, file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source, self.to_run = self.to_run, ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
@@ -50,12 +51,13 @@ def status(extension: Extension, _words: list[str]) -> None:
     opened = extension.open or extension.healed
     kept = format_size(opened.transaction.kept_bytes) if opened is not None else "nothing"
     total = None if simulated is None else simulated.read().total
-    print(f"auto retry: {extension.config.auto}")
-    print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
-    print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
-    print(f"copies of weights kept: {kept}")
+    print(say(f"auto retry: {extension.config.auto}"))
+    print(say(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}"))
+    last = ", the last can be retried" if extension.open is not None else ""
+    print(say(f"cases: {len(pipeline.cases())}{last}"))
+    print(say(f"copies of weights kept: {kept}"))
     for fault in extension.borders.faults:
-        print(f"fault: {fault}")
+        print(say(f"fault: {fault}"))
 
 
 def auto(extension: Extension, words: list[str]) -> None:
@@ -126,13 +128,13 @@ def diff(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor diff [N|ID] [DOSE]`: the fix as a unified diff of your cells, or the one in place."""
     case, candidate, patch = _written(extension, words)
     if candidate.label in case.outcome.fixes and case.outcome.kind is not OutcomeKind.HEALED:
-        print(f"not in place: {candidate.label} was tried, and did not heal the cell")
+        print(say(f"not in place: {candidate.label} was tried, and did not heal the cell"))
     print(patch.diff(), end="")
 
 
 def undo(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
-    print(take_back(extension))
+    print(say(take_back(extension)))
 
 
 def why(_extension: Extension, _words: list[str]) -> None:
@@ -153,7 +155,7 @@ def cases(_extension: Extension, _words: list[str]) -> None:
         what = f"{case.incident.family.value} on {case.incident.device}"
         is_empty = outcome.kind is OutcomeKind.OFFERED and not case.plan.candidates and not case.plan.pending
         ended = "nothing to offer" if is_empty else outcome.kind.value
-        print(f"{case.number}. {where}: {what}: {ended}{with_fix}")
+        print(f"{case.number}. {say(where)}: {say(what)}: {say(ended)}{say(with_fix)}")
 
 
 def simulate(_extension: Extension, words: list[str]) -> None:
@@ -172,24 +174,25 @@ def rules(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor rules`: the rules that are loaded, your own included."""
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for rule in book.rules:
-        print(f"{rule.id}: {rule.title}")
+        print(f"{rule.id}: {say(rule.title)}")
     for fault in book.faults:
-        print(f"left out: {fault}")
+        print(say(f"left out: {fault}"))
 
 
 def config(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
     for name, trait in sorted(extension.config.traits(config=True).items()):
-        print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {trait.help}")
+        print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {say(trait.help)}")
 
 
 def help_(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
     for verb in VERBS.values():
-        print(getdoc(verb))
+        print(say(getdoc(verb) or ""))
     for usage in (USAGE, planning.USAGE, measuring.USAGE):
         what, _, how, *_ = usage.splitlines()
-        print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
+        told = f"{what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does"
+        print(say(f"`{how.strip()}`: {told}"))
 
 
 def _release(extension: Extension, fix_id: str) -> None:
@@ -207,7 +210,8 @@ def _release(extension: Extension, fix_id: str) -> None:
         with chosen.apply(session, Dose()):
             pass
     freed = before - held()
-    print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to free")
+    told = f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to free"
+    print(say(told))
 
 
 def shown(*words: str) -> str:
@@ -332,7 +336,7 @@ def _answered(do: Callable[[], Any]) -> Any:
     try:
         return do()
     except OomDoctorError as exc:
-        print(f"oomdoctor: {exc}", file=sys.stderr)
+        print(f"oomdoctor: {say(str(exc))}", file=sys.stderr)
         return None
 
 

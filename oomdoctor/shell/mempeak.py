@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Accelerator
 from oomdoctor.model.sizes import format_size
@@ -147,11 +148,11 @@ class PeakWatch:
     def tell(self) -> None:
         """Print a line for each memory, the host last."""
         if not self._has_begun:
-            print("%%mempeak has no numbers: what was in use before the cell could not be read")
+            print(say("%%mempeak has no numbers: what was in use before the cell could not be read"))
             return
         told = sorted(self._peaks.items(), key=lambda one: one[0][0] == "host")
         for (name, _), peak in told:
-            print(peak.sentence(name, has_lines=self._has_lines))
+            print(say(peak.sentence(name, has_lines=self._has_lines)))
 
     def _sample(self) -> None:
         while not self._ended.wait(_EVERY_S):
@@ -205,7 +206,7 @@ def source_of(line: str, cell: str | None) -> str | None:
         UsageError: there is nothing to run, or more on the line than the cell magic takes.
     """
     if line.strip() in HELP:
-        print(USAGE, end="")
+        print(say(USAGE), end="")
         return None
     if cell is None and not line.strip():
         raise UsageError("%mempeak takes a statement on its line; above a cell, write %%mempeak")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model import jsonable
 from oomdoctor.model.memory import CellGrowth
 from oomdoctor.model.session import Cells
@@ -120,7 +121,7 @@ class MemReport:
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or HELP.intersection(words):
-            print(USAGE, end="")
+            print(say(USAGE), end="")
             return
         options = _OPTIONS.parse_args(words)
         _check_alone(options)
@@ -165,7 +166,7 @@ class MemReport:
         found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell, _ in self._cells]}
         put(json.dumps(found, indent=1), path)
         if path != PRINTED:
-            print(f"{one_line(path)}: the growth of each cell as JSON")
+            print(say(f"{one_line(path)}: the growth of each cell as JSON"))
 
     def _collect(self, number: int, options: Any) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
@@ -223,7 +224,7 @@ def _write(options: Any, page: str, shape: str) -> None:
         if options.json != PRINTED:
             said.append(f"{one_line(options.json)}: the evidence as JSON")
     if said:  # beside the JSON, which stays fit to be parsed
-        print("\n".join(said), file=sys.stderr if options.json == PRINTED else sys.stdout)
+        print(say("\n".join(said)), file=sys.stderr if options.json == PRINTED else sys.stdout)
 
 
 def report(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
+from oomdoctor.language import say
 from oomdoctor.model.case import Case
 from oomdoctor.model.plan import Candidate, Plan
 from oomdoctor.shell.open_case import why_not_retried
@@ -42,13 +43,15 @@ _LOOKING: Final = {
     "text/html": "<strong>Out of memory</strong>: looking at what holds it…",
 }
 
+_NOTES: Final = (_ABOVE, _LOOKING)
+
 
 def _place(told: dict[str, str]) -> Any:
     """Return a place in the output of the cell that runs, with what stands there until more is known."""
     from IPython.display import DisplayHandle
 
     place = DisplayHandle()
-    place.display(told, raw=True)
+    place.display(dict(zip(told, map(say, told.values()), strict=True)) if told in _NOTES else told, raw=True)
     return place
 
 
@@ -194,7 +197,7 @@ class Shown:
 def _brief(case: Case) -> str:
     """Return what was found, in as many lines as there are causes."""
     causes = [f"  {number}. {one.title}" for number, one in enumerate(case.findings, 1)]
-    title = f"Out of memory, case {case.number}; there was no memory left to tell more"
+    title = say(f"Out of memory, case {case.number}; there was no memory left to tell more")
     return "\n".join([title, case.incident.message, *causes])
 
 
@@ -248,13 +251,13 @@ class _Doctor:
         """Do what a button asks for, as if the user had typed it."""
         extension = self._extension
         if self._case() is None:
-            print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
+            print(say("oomdoctor: these buttons are of an earlier failure: run its cell again"), file=sys.stderr)
             return
         try:
             with self._shown.telling():
                 run_cell_anywhere(extension.shell, " ".join(map(str, filter(None, ("%oomdoctor", verb, what)))))
         except OomDoctorError as exc:
-            print(f"oomdoctor: {exc}", file=sys.stderr)
+            print(f"oomdoctor: {say(str(exc))}", file=sys.stderr)
         finally:
             case = self._case()
             if case is not None:

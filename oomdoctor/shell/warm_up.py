@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor import pipeline
+from oomdoctor.language import load
 from oomdoctor.model import baseline
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.retry.release import release
@@ -264,6 +265,7 @@ def _rehearse(config: OomDoctor) -> None:
 
     failure = MemoryError()
     cells = Cells(history=(Cell(number=0, source="raise MemoryError"),))
+    load()
     case, session = pipeline.observe(failure, lambda device: pipeline.open_session({}, cells, device), {})
     case = pipeline.diagnose(case, pipeline.rulebook(tuple(map(Path, config.rule_paths))))
     case = pipeline.plan(case, session, None, time_budget_s=0)

@@ -14,9 +14,11 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from oomdoctor.language import is_chinese, say
 from oomdoctor.views import timeline, treemap
 from oomdoctor.views.document import Document, Inline, prose
 from oomdoctor.views.labels import KINDS, TONES
+from oomdoctor.views.translated import inline, translated
 
 _HATCHES: Final = {
     "up": ("45deg", "8px 8px"),
@@ -49,12 +51,16 @@ def static(content: str) -> str:
 
 def render(document: Document) -> str:
     """Return ``document`` as a part of a page."""
-    return _templates().get_template("document.html.j2").render(blocks=document)
+    return _templates().get_template("document.html.j2").render(blocks=translated(document))
 
 
 def page(title: str, document: Document) -> str:
     """Return a whole page that opens offline and follows the theme of the browser."""
-    return _templates().get_template("page.html.j2").render(title=title, content=Markup(render(document)))
+    return (
+        _templates()
+        .get_template("page.html.j2")
+        .render(title=say(title), content=Markup(render(document)), language="zh-CN" if is_chinese() else "en")
+    )
 
 
 @cache
@@ -68,14 +74,16 @@ def _templates() -> Environment:
     )
     environment.filters.update(spans=_spans, fill=_fill, share=_share, timeline=timeline.drawn, treemap=treemap.drawn)
     environment.globals.update(
-        tones=TONES, kinds=KINDS, heights={"timeline": timeline.HEIGHT, "treemap": treemap.HEIGHT}
+        say=say, tones=TONES, kinds=KINDS, heights={"timeline": timeline.HEIGHT, "treemap": treemap.HEIGHT}
     )
     return environment
 
 
 def part(name: str, content: Inline) -> str:
     """Return a sentence (``inline``) or a diff (``changed``) as a part of what stands in no document."""
-    found: str = getattr(_templates().get_template("parts.html.j2").module, name)(content)
+    found: str = getattr(_templates().get_template("parts.html.j2").module, name)(
+        inline(content) if name == "inline" else content
+    )
     return str(found)
 
 

@@ -19,6 +19,7 @@ from oomdoctor.views import html, text
 from oomdoctor.views.diagnosis import answer, details, more, tell
 from oomdoctor.views.document import Bar, Line, prose
 from oomdoctor.views.prices import aftermath
+from oomdoctor.views.translated import translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +98,8 @@ def live_bundle(document: Sequence[Line | Bar]) -> dict[str, str]:
 
     Its text is not made by rich's console, which draws random numbers of the user's.
     """
-    drawn = (text.draw(block, _BAR)[1] if isinstance(block, Bar) else prose(block.text) for block in document)
+    said = [one for one in translated(tuple(document)) if isinstance(one, Line | Bar)]
+    drawn = (text.draw(block, _BAR)[1] if isinstance(block, Bar) else prose(block.text) for block in said)
     return {"text/plain": "\n".join(line.plain for line in drawn), "text/html": html.render(tuple(document))}
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from oomdoctor.language import say
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.views.diagnosis import Retry
@@ -98,18 +99,21 @@ class Panel:
         self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
         self._has_best, self._waits, self._fits = False, "", ""
-        self._best = self._buttons.add("Fix it", "", lambda: self._press("retry"))
-        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"))
+        self._best = self._buttons.add(say("Fix it"), "", lambda: self._press("retry"))
+        self._undo = self._buttons.add(say("Undo"), "", lambda: self._press("undo"))
         self._fit = widgets.Text(
-            description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
+            description=say("Fit in"),
+            placeholder=say("at most, as 11GiB"),
+            continuous_update=False,
+            layout=_NARROW,
         )
         self._fit.observe(lambda _: self._fit_in(), "value")
         self._buttons.output.observe(lambda change: doctor.keep(change["new"]), "outputs")
-        self._skip = widgets.Button(description="Skip forecasts", tooltip=_SKIP, layout=_FITTING)
+        self._skip = widgets.Button(description=say("Skip forecasts"), tooltip=say(_SKIP), layout=_FITTING)
         self._skip.on_click(lambda _: doctor.skip())
         self._why, self._note = widgets.HTML(layout=_REST), widgets.HTML()
-        self._others = Part(widgets, "Other fixes", "What else may help, and settings")
-        first = widgets.HTML(f"This cell awaits: type {code('%oomdoctor retry')} in a cell of its own.")
+        self._others = Part(widgets, "Other fixes", say("What else may help, and settings"))
+        first = widgets.HTML(part("inline", "This cell awaits: type `%oomdoctor retry` in a cell of its own."))
         self._first = first if typed else self._best
         self._settings = widgets.HBox([self._fit, self._auto()], layout=_WRAPPING)
         self.box = widgets.VBox()
@@ -130,8 +134,8 @@ class Panel:
     def update(self, case: Case, retry: Retry | None = None) -> None:
         """Show the controls for what is known of ``case`` now."""
         retry, pending = retry or Retry.of(case.plan), case.plan.pending
-        self._has_best, self._waits = pending or bool(retry.chosen), "Forecasts are running." if pending else ""
-        self._best.tooltip = "Wait for the forecasts, then run the cell again" if pending else _best(case, retry)
+        self._has_best, self._waits = pending or bool(retry.chosen), say("Forecasts are running.") if pending else ""
+        self._best.tooltip = say("Wait for the forecasts, then run the cell again" if pending else _best(case, retry))
         self._why.value = "" if pending else _told(part("inline", self._best.tooltip))
         budget = case.plan.unchanged.budget
         self._fits = self._fit.value = "" if budget is None else format_size(budget)
@@ -142,16 +146,16 @@ class Panel:
         """Show how many fixes have a forecast by now, and the best that is known so far."""
         made = sum(one.forecast.peak is not None and one.forecast.estimated is None for one in plan.candidates)
         best = Retry.of(plan).chosen[:1]
-        self._waits = f"Forecasts: {made} of {len(plan.candidates)} fixes, {elapsed_s:.0f} s."
+        self._waits = say(f"Forecasts: {made} of {len(plan.candidates)} fixes, {elapsed_s:.0f} s.")
         self._note.value = f'<span role="status">{self._waits}</span>'
-        self._why.value = _told("".join(f"Best so far: {part('inline', offered(one))}" for one in best))
+        self._why.value = _told("".join(part("inline", f"Best so far: {offered(one)}") for one in best))
 
     def refresh(self) -> None:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
         self._note.value = part("inline", f"Retries are off: {gone}.") if gone else self._waits
-        self._undo.tooltip = _UNDO if in_place else "There is nothing that can be taken back"
+        self._undo.tooltip = say(_UNDO if in_place else "There is nothing that can be taken back")
         self._undo.layout.display = "" if in_place else "none"
         self._best.button_style = "primary" if can_retry else ""
         self._buttons.enable(self._undo, enabled=bool(in_place))
@@ -170,7 +174,8 @@ class Panel:
         ]
         first = next((row for row in self._rows if row.is_best), None)
         others = [row.box for row in self._rows if row is not first]
-        self._others.show(f"Other fixes ({len(others)})" if others else "Settings", [*others, self._settings])
+        name = f"Other fixes ({len(others)})" if others else "Settings"
+        self._others.show(name, [*others, self._settings])
         change = [] if first is None else [first.change.button]
         skip = [self._skip] if plan.pending else []
         controls = [*change, *skip, self._others.button, self._undo, self._note]
@@ -186,12 +191,15 @@ class Panel:
     def _auto(self) -> Any:
         """Return the choice of what is done by itself from now on."""
         chosen = self._widgets.Dropdown(
-            options=_AUTO, value=self._doctor.auto, description="Next time", style={"description_width": "initial"}
+            options=[(say(name), value) for name, value in _AUTO],
+            value=self._doctor.auto,
+            description=say("Next time"),
+            style={"description_width": "initial"},
         )
 
         def choose(change: Any) -> None:
             self._doctor.auto = change["new"]
-            self._note.value = f"{code('%oomdoctor auto ' + self._doctor.auto)} is set."
+            self._note.value = part("inline", f"`%oomdoctor auto {self._doctor.auto}` is set.")
 
         chosen.observe(choose, "value")
         return chosen
@@ -218,7 +226,7 @@ class Part:
     """What is shown below a button that is pressed, and hidden again by it."""
 
     def __init__(self, widgets: Any, name: str, tooltip: str, children: Sequence[Any] = ()) -> None:
-        self.button = widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
+        self.button = widgets.Button(description=say(name), tooltip=tooltip, layout=_FITTING)
         self.box = widgets.VBox(children, layout={"display": "none"})
         self._name = name
         self.button.on_click(lambda _: self._toggle())
@@ -239,7 +247,7 @@ class Part:
 
     def _rename(self) -> None:
         shows = self._name.removeprefix("Show ")
-        self.button.description = f"Hide {shows[0].lower()}{shows[1:]}" if self.is_open else self._name
+        self.button.description = say(f"Hide {shows[0].lower()}{shows[1:]}" if self.is_open else self._name)
 
 
 class Row:
@@ -267,12 +275,14 @@ class Row:
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
-            controls.append(widgets.HTML(code(row.apply)))
+            controls.append(widgets.HTML(part("inline", f"`{row.apply}`")))
         elif row.apply and retry is not None:
-            self._run = buttons.add(f"Retry with {number}", f"Run the cell again: {row.title}", lambda: retry(number))
+            self._run = buttons.add(
+                say(f"Retry with {number}"), say(f"Run the cell again: {row.title}"), lambda: retry(number)
+            )
             controls.append(self._run)
         name = "Show change" if is_best else f"Show change {number}"
-        self.change = Part(widgets, name, f"Diff: {row.title}", self._change())
+        self.change = Part(widgets, name, say(f"Diff: {row.title}"), self._change())
         if row.diff:  # to open it runs nothing, so the other buttons stay as they are
             controls.append(self.change.button)
         self.box = widgets.VBox([self.text, widgets.HBox(controls, layout=_WRAPPING), self.change.box])
@@ -297,8 +307,8 @@ class Row:
         """Return the fix as HTML: what it is called, whether it fits, what it keeps and what it costs."""
         row, told = self._row(), part("inline", offered(self._candidate))
         if self.is_best:
-            return _told(f"{'✓ in place: ' if self._in_place else ''}{told}")
-        mark = "✓ in place" if self._in_place else row.verdict_text
+            return _told(f"{say('✓ in place: ') if self._in_place else ''}{told}")
+        mark = say("✓ in place" if self._in_place else row.verdict_text)
         notes = "".join(f"<br><small>{part('inline', note)}</small>" for note in row.notes)
         return _told(f"<b>{row.number}</b> {told} <small>{escape(mark)}</small>{notes}")
 
@@ -313,19 +323,14 @@ class Row:
         """
         widgets, patch = self._widgets, self._candidate.patch
         if isinstance(patch, Refused):
-            return [widgets.HTML(f"There is no diff: {escape(patch.reason)}")]
+            return [widgets.HTML(escape(say(f"There is no diff: {patch.reason}")))]
         shown = widgets.HTML(f'<pre dir="ltr" style="{_DIFF}">{part("changed", patch.diff())}</pre>')
-        insert = code(f"%oomdoctor fix {self._number} --insert")
-        return [shown, widgets.HTML(f"{insert} in a cell puts the changed one into the next.")]
+        told = f"`%oomdoctor fix {self._number} --insert` in a cell puts the changed one into the next."
+        return [shown, widgets.HTML(part("inline", told))]
 
 
 def _told(content: str) -> str:
     return f'<div style="line-height:1.45;margin:2px 0">{content}</div>'
-
-
-def code(text: str) -> str:
-    """Return code as HTML within a sentence."""
-    return part("inline", f"`{text}`")
 
 
 class Buttons:
@@ -343,7 +348,7 @@ class Buttons:
 
     def add(self, name: str, tooltip: str, do: Callable[[], None]) -> Any:
         """Return a new button that does ``do``."""
-        button = self._widgets.Button(description=name, tooltip=tooltip, layout=_FITTING)
+        button = self._widgets.Button(description=say(name), tooltip=tooltip, layout=_FITTING)
         button.on_click(lambda _: self.press(button, do))
         self.enable(button, enabled=True)
         return button

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
+from oomdoctor.language import say
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census
 from oomdoctor.model.sizes import format_size
@@ -111,7 +112,8 @@ def drawn(tree: Treemap) -> Picture:
     totals = [_bytes(tiles) for _, tiles in tree.tiles]
     shapes, spots, whole = list[str](), list[Spot](), sum(totals)
     for (kind, tiles), of_kind in zip(tree.tiles, squarified(totals, Box(0, 0, WIDTH, HEIGHT)), strict=True):
-        for (name, size), box in zip(tiles, squarified([size for _, size in tiles], of_kind), strict=True):
+        for (path, size), box in zip(tiles, squarified([size for _, size in tiles], of_kind), strict=True):
+            name = say(path) if " " in path else path  # of more than one word, it is told in ours
             shapes.append(_shape(kind, name, size, box))
             told = f"{name}: {format_size(size)}, {labels.percent(size / whole)}, {labels.KINDS[kind].label}"
             share = (box.left / WIDTH, box.top / HEIGHT, box.width / WIDTH, box.height / HEIGHT)
