@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from oomdoctor.guard import file_mappings
 from oomdoctor.guard.black_box import Record
-from oomdoctor.guard.gauge import Gauge, Reading
+from oomdoctor.guard.gauge import GROUP, Gauge, Reading
 from oomdoctor.guard.interrupt import Interrupt
 from oomdoctor.guard.refusal import CEILING, Refusal
 from oomdoctor.model.sizes import GIB, MIB
@@ -31,6 +31,8 @@ FAR_S: Final = 0.25
 NEAR_S: Final = 0.01
 _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
+OWN_MARGIN: Final = 16 * MIB
+"""What the answer to a failure leaves free: shares of copies that are written to are no mapping of theirs."""
 _AGAIN: Final = 16 * MIB
 """What a cell that goes on after an interrupt may take until the next."""
 _SHORT_RATIO: Final = 0.15
@@ -61,6 +63,7 @@ class _Cell:
         refusal: the limit that is kept for it; None where there is none.
         is_watched: whether it is interrupted where the memory is full.
         most: bytes in use up to which it is not, whatever the margin; ``raised``: interrupts that there were before.
+        is_ours: whether it has raised, and what runs is the answer to it: it is refused what would end the kernel.
         ceiling: bytes that it may take beyond the resident ``start``, where this system cannot refuse.
     """
 
@@ -70,6 +73,7 @@ class _Cell:
     most: int = 0
     raised: int = 0
     paused: int = 0
+    is_ours: bool = False
     ceiling: int | None = None
     start: int = 0
 
@@ -99,6 +103,7 @@ class Watch:
         """Take the signal; the thread begins with the first cell."""
         self.interrupt.install()
         file_mappings.install(self.apart)
+        data_limit.left = self._left
         _register(self)
 
     def end(self) -> None:
@@ -110,6 +115,7 @@ class Watch:
             self._thread.join(timeout=1.0)
         self.interrupt.remove()
         file_mappings.remove()
+        data_limit.left = _untold
         if self.record is not None:
             self.record.remove()
             self.record = None
@@ -120,7 +126,7 @@ class Watch:
     def source(self) -> str | None:
         """The text of the cell that is guarded now."""
         cell = self._cell
-        return None if cell is None else cell.source
+        return None if cell is None or cell.is_ours else cell.source
 
     # What is told ---------------------------------------------------------------------------------------------
 
@@ -155,6 +161,11 @@ class Watch:
         reading = self.gauge.read() if self.is_on() else None
         return 0 if reading is None else reading.margin(self.terms().margin)
 
+    def _left(self) -> int | None:
+        """Return how many bytes a copy of this process may take of what a group leaves; None where none has a limit."""
+        reading = self.gauge.read()
+        return None if reading is None or reading.name != GROUP else max(reading.free, 0)
+
     @property
     def refuses(self) -> bool:
         """Whether this system can refuse, and not only interrupt."""
@@ -168,7 +179,7 @@ class Watch:
         Args:
             ceiling: bytes that it may map at most, None for no limit of its own.
         """
-        if self._cell is not None:  # which awaits meanwhile: its limit holds for both
+        if self._cell is not None and not self._cell.is_ours:  # it awaits meanwhile: its limit holds for both
             return False
         data_limit.ceiling = None
         self.gauge.refresh()
@@ -196,14 +207,38 @@ class Watch:
         if cell.refusal is None:
             return
         free, margin = (None, 0) if reading is None else (reading.free, reading.margin(self.terms().margin))
+        margin = OWN_MARGIN if cell.is_ours else margin
         (cell.refusal.begin if begins else cell.refusal.keep)(free, margin)
 
+    def raised(self) -> None:
+        """Let go of the cell, which has raised: what answers it has all the room that there really is.
+
+        It is refused what would have the kernel end the process: then its look fails, and the message is what is left.
+        """
+        cell = self._cell
+        if cell is None or cell.is_ours:
+            return
+        process = self.gauge.process()
+        data_limit.note_room(0 if process is None else process[0])
+        self.lift()
+        if cell.is_watched and cell.refusal is not None and (reading := self.gauge.read()) is not None:
+            answer = _Cell(source=cell.source, refusal=Refusal(self.gauge, None), is_watched=True, is_ours=True)
+            self._keep(answer, reading, begins=True)
+            self._cell = answer
+            self._wake.set()
+
     def settle(self) -> None:
-        """Forget the limit of the last cell's own: its failure was answered."""
-        data_limit.ceiling = None
+        """Forget the last cell: its failure was answered."""
+        self.lift()
+        data_limit.forget()
+
+    def end_cell(self) -> None:
+        """Let go of the cell, which has ended; an answer to it goes on."""
+        if self._cell is not None and not self._cell.is_ours:
+            self.lift()
 
     def lift(self) -> None:
-        """Let go of the cell: it has raised, or it has ended. What follows has all the room that there is."""
+        """Put the user's own limit back, and look no more."""
         cell, self._cell = self._cell, None
         self.interrupt.cancel()
         data_limit.lift()
@@ -217,7 +252,7 @@ class Watch:
     def paused(self) -> Iterator[None]:
         """Run the body without limit and interrupts, while the cell goes on afterwards."""
         cell = self._cell
-        if cell is None:
+        if cell is None or cell.is_ours:
             yield
             return
         with self._lock:
@@ -271,6 +306,8 @@ class Watch:
             if self._cell is not cell or cell.paused:
                 return FAR_S
             self._keep(cell, reading if cell.is_watched else None)
+        if cell.is_ours:
+            return NEAR_S
         if self.record is not None:
             self._note(self.record, reading, line=self._line())
         return self._interrupt(cell, reading)
@@ -323,7 +360,7 @@ class Watch:
 
     def be_a_copy(self) -> None:
         """Leave a forked copy unguarded, and let the kernel take it first."""
-        was_guarded = self._cell is not None and self._cell.is_watched
+        was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.is_ours
         self._cell, self.record, self._thread = None, None, None
         self._lock, self._wake = threading.RLock(), threading.Event()
         self.interrupt.cancel()
@@ -345,6 +382,11 @@ def _resident() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def _untold() -> int | None:
+    """Tell nothing."""
+    return None
 
 
 _watches: Final[list[Watch]] = []

@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 resource: Any
@@ -30,6 +31,15 @@ _users: tuple[int, int] | None = None
 _ours = -1
 _owner = 0
 
+
+def _untold() -> int | None:
+    return None
+
+
+left: Callable[[], int | None] = _untold
+"""Tells how many bytes can still be had below what the kernel ends processes by, None where nobody looks at that."""
+room: int | None = None
+"""Bytes that ours left when the last cell raised, None where it was not in force."""
 ceiling: tuple[int, str] | None = None
 """A limit that the user has asked for above a cell, and its name: it is theirs, though it is not set in the system."""
 
@@ -80,9 +90,16 @@ def lift_in_copy() -> None:
     _put_back()
 
 
-def is_ours() -> bool:
-    """Return whether ours is in force."""
-    return _users is not None
+def note_room(data: int) -> None:
+    """Note what ours leaves beyond the ``data`` that are mapped, before it is lifted: what was refused was more."""
+    global room
+    room = max(_ours - data, 0) if _users is not None else None
+
+
+def forget() -> None:
+    """Forget the limit above a cell, and what a limit of ours has left."""
+    global ceiling, room
+    ceiling = room = None
 
 
 def _put_back() -> None:

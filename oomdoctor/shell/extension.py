@@ -149,7 +149,11 @@ class Extension:
     async def _run_cell_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         run = current(self)
         if run is not None or kwargs.get("silent") or (len(args) > 1 and args[1]):
-            return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            try:
+                return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            finally:
+                if run is None:
+                    self.guard.settle()
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -261,7 +265,7 @@ class Extension:
                 return await self._cells.original(raw_cell, *args, **kwargs)
             finally:
                 if is_guarded:
-                    self.guard.lift()
+                    self.guard.end_cell()
 
     def _arm(self, raw_cell: str) -> bool:
         number, ceiling = self.shell.execution_count, ceiling_of(raw_cell)
@@ -272,7 +276,7 @@ class Extension:
         run = current(self)
         if not is_of_code or run is None or run.depth > 1:
             return self.guard.paused()
-        self.guard.lift()
+        self.guard.raised()
         return nullcontext()
 
     async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
