@@ -81,6 +81,9 @@ class _Cell:
 class Watch:
     """The guard of one shell.
 
+    Attributes:
+        looks: how often the thread has looked.
+
     Args:
         terms: tells what the user has set.
         globals_: the namespace that cells run in, by which the line of the cell is known.
@@ -93,7 +96,7 @@ class Watch:
         self._cell: _Cell | None = None
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._ends = False
+        self._ends, self.looks = False, 0
         self._is_short: tuple[float, bool] = (-FAR_S, False)
         self._asked_in: Path | None = None
 
@@ -302,6 +305,7 @@ class Watch:
         if cell is None:
             return None
         reading = self.gauge.read()
+        self.looks += 1
         with self._lock:
             if self._cell is not cell or cell.paused:
                 return FAR_S
