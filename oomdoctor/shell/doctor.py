@@ -268,7 +268,8 @@ def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
 
 def _terms(extension: Extension) -> dict[str, Any]:
     warming = extension.warming
-    return {"time_budget_s": extension.config.forecast_time_s, "set_aside": warming.kept + warming.to_load}
+    kept = warming.kept + warming.to_load + extension.guard.margin()
+    return {"time_budget_s": extension.config.forecast_time_s, "set_aside": kept}
 
 
 def _tell_why_not(extension: Extension, case: Case) -> None:

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -254,6 +254,7 @@ class TracebackWatch:
         shown: called with it after it was shown, unless its display is held back. It must not raise.
         holds: asked with the exception whether its display is to be held back for now.
         announces: called before the traceback of a cell's own code is shown. It must not raise.
+        in_room: asked first of all, with whether code of a cell has raised it, for the context in which it is shown.
     """
 
     def __init__(
@@ -263,9 +264,10 @@ class TracebackWatch:
         shown: Callable[[BaseException], None],
         holds: Callable[[BaseException], bool],
         announces: Callable[[BaseException], None],
+        in_room: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
-        self._announces = announces
+        self._announces, self._in_room = announces, in_room
         self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
         self._came: set[int] = set()
         self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
@@ -275,15 +277,20 @@ class TracebackWatch:
         self._wrapped.remove()
 
     def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
-        reserve.let_go(keep=reserve.FOR_MESSAGES)  # first of all: whatever follows takes memory
+        # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The callers are
+        # run_code and the wrapper.
+        is_of_code = sys._getframe(2).f_code.co_name == "run_code"
+        with self._in_room(is_of_code):  # first of all: whatever follows takes memory
+            reserve.let_go(keep=reserve.FOR_MESSAGES)
+            return self._show(is_of_code, *args, **kwargs)
+
+    def _show(self, is_of_code: bool, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("exc_tuple")
         exc = (given or sys.exc_info())[1]
         given = None
         if isinstance(exc, BaseException):
             self._seen(exc)
-            # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The
-            # callers are run_code and the wrapper.
-            if sys._getframe(2).f_code.co_name == "run_code":
+            if is_of_code:
                 if self._holds(exc):
                     return self._render_only(exc, *args, **kwargs)
                 self._announces(exc)

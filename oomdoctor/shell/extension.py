@@ -8,10 +8,11 @@ await are retried on the loop that they belong to. Each stage stands behind a bo
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.guard.watch import Watch
 from oomdoctor.language import choose, say
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
@@ -45,6 +47,7 @@ from oomdoctor.shell.error_boundary import (
     ran_out,
     source_begun_before,
 )
+from oomdoctor.shell.host_guard import as_it_runs, begin_record, ceiling_of, terms_of
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
@@ -100,7 +103,8 @@ class Extension:
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
-        self.warming = Warming(shell, self.config)
+        self.guard = Watch(lambda: terms_of(self.config), shell.user_global_ns)
+        self.warming = Warming(shell, self.config, self.guard.is_on)
         self.passed = ""
         self.changed: dict[int, str] = {}
         self._number = 0
@@ -112,17 +116,24 @@ class Extension:
 
     def install(self) -> None:
         """Wrap the shell's methods; register the magics and the configuration."""
-        self.tracebacks = TracebackWatch(self.shell, self._saw, self._was_shown, self._holds, self._announce)
+        self.tracebacks = TracebackWatch(
+            self.shell, self._saw, self._was_shown, self._holds, self._announce, self._in_room
+        )
         self._cells = Wrapped(self.shell, "run_cell_async", self._run_cell_async)
         self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
         choose(self.config.language)
         register(self)
+        self.guard.begin()
+        self.borders.guarded("black box", lambda: begin_record(self.shell, self.guard))
+        atexit.register(self.guard.end)
         self.warming.begin()
 
     def remove(self) -> None:
         """Put everything back."""
+        self.guard.end()
+        atexit.unregister(self.guard.end)
         self.tracebacks.remove()
         for wrapped in (self._cells, self._awaited, self._threads):
             wrapped.remove()
@@ -141,7 +152,11 @@ class Extension:
     async def _run_cell_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         run = current(self)
         if run is not None or kwargs.get("silent") or (len(args) > 1 and args[1]):
-            return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            try:
+                return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            finally:
+                if run is None:
+                    self.guard.settle()
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -150,6 +165,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
+            self.guard.settle()
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -161,8 +177,9 @@ class Extension:
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
         run = Run(self)
         kept = partial(getattr, transaction, "kept_bytes", 0)
-        below = quietly(lambda: self._transformed(raw_cell)) if measured(raw_cell) is not None else None
-        watch, kwargs = PeakWatch(self.shell, kept) if below else None, {**kwargs, **(below or {})}
+        below = quietly(lambda: self._transformed(raw_cell)) if as_it_runs(raw_cell) is not None else None
+        watch = PeakWatch(self.shell, kept) if below and measured(raw_cell) is not None else None
+        kwargs = {**kwargs, **(below or {})}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
         before = quietly(self.memreport.reading)
         try:
@@ -245,7 +262,24 @@ class Extension:
 
     async def _run_within(self, run: Run, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         with run.entered():
-            return await self._cells.original(raw_cell, *args, **kwargs)
+            is_guarded = run.depth == 1 and not is_own(raw_cell) and self._arm(raw_cell)
+            try:
+                return await self._cells.original(raw_cell, *args, **kwargs)
+            finally:
+                if is_guarded:
+                    self.guard.end_cell()
+
+    def _arm(self, raw_cell: str) -> bool:
+        number, ceiling = self.shell.execution_count, ceiling_of(raw_cell)
+        return self.borders.guarded("guard", lambda: self.guard.arm(number, raw_cell, ceiling)) or False
+
+    def _in_room(self, is_of_code: bool) -> AbstractContextManager[None]:
+        """Return the context in which a traceback is shown: without the guard's limit, for good where a cell ends."""
+        run = current(self)
+        if not is_of_code or run is None or run.depth > 1:
+            return self.guard.paused()
+        self.guard.raised()
+        return nullcontext()
 
     async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
         """Run a text as the cell that was asked for with ``kwargs``, without a place in the history."""
@@ -253,12 +287,12 @@ class Extension:
 
     def _transformed(self, source: str) -> dict[str, Any]:
         """Return what the shell is to be told of a text besides the text itself."""
-        text = self.shell.transform_cell(measured(source) or source)
+        text = self.shell.transform_cell(as_it_runs(source) or source)
         return {"transformed_cell": text, "preprocessing_exc_tuple": None}
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
-        asked = quietly(lambda: measured(raw_cell) or planned(raw_cell))
+        asked = quietly(lambda: as_it_runs(raw_cell) or planned(raw_cell))
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
         if asked is not None and (transformed := quietly(lambda: self._transformed(asked))) is not None:
@@ -364,10 +398,11 @@ class Extension:
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
-        reserve.let_go()
-        result = self._threads.original(given)
-        if given.exc_value is not None:
-            self._outside(given.exc_value, ran_in(f"the thread {threading.current_thread().name}"))
+        with self.guard.paused():
+            reserve.let_go()
+            result = self._threads.original(given)
+            if given.exc_value is not None:
+                self._outside(given.exc_value, ran_in(f"the thread {threading.current_thread().name}"))
         return result
 
     def _outside(self, exc: BaseException, why: str, source: str = "") -> None:

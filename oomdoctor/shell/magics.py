@@ -21,6 +21,7 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
+from oomdoctor.shell import host_guard
 from oomdoctor.shell import mempeak as measuring
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
@@ -56,6 +57,7 @@ def status(extension: Extension, _words: list[str]) -> None:
     last = ", the last can be retried" if extension.open is not None else ""
     print(say(f"cases: {len(pipeline.cases())}{last}"))
     print(say(f"copies of weights kept: {kept}"))
+    print(say(host_guard.status(extension.guard)[0]))
     for fault in extension.borders.faults:
         print(say(f"fault: {fault}"))
 
@@ -170,6 +172,14 @@ def simulate(_extension: Extension, words: list[str]) -> None:
         virtual.switch_on(words[0])
 
 
+def guard(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor guard on|off|auto|status`: raise a MemoryError before the kernel is killed, or tell whether it would.
+
+    `auto` is on where a limit on host memory is set, or less than 15 % of the machine's memory is available.
+    """
+    host_guard.switch(extension, words)
+
+
 def rules(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor rules`: the rules that are loaded, your own included."""
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
@@ -189,7 +199,7 @@ def help_(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
     for verb in VERBS.values():
         print(say(getdoc(verb) or ""))
-    for usage in (USAGE, planning.USAGE, measuring.USAGE):
+    for usage in (USAGE, planning.USAGE, measuring.USAGE, host_guard.USAGE):
         what, _, how, *_ = usage.splitlines()
         told = f"{what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does"
         print(say(f"`{how.strip()}`: {told}"))
@@ -293,11 +303,17 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, guard, rules, config, help_)
 }
 
 
-_KINDS: Final = {"oomdoctor": "line", "memreport": "line", "memplan": "line_cell", "mempeak": "line_cell"}
+_KINDS: Final = {
+    "oomdoctor": "line",
+    "memreport": "line",
+    "memplan": "line_cell",
+    "mempeak": "line_cell",
+    "memlimit": "cell",
+}
 
 
 def register(extension: Extension) -> None:
@@ -319,8 +335,12 @@ def register(extension: Extension) -> None:
         if (source := _answered(lambda: measuring.source_of(line, cell))) is not None:
             measuring.run(extension.shell, source, extension.memreport.number)
 
+    def memlimit(line: str, cell: str | None = None) -> None:
+        _answered(lambda: host_guard.run_limited(extension, line, cell))
+
     memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
-    for magic in (oomdoctor, memreport, memplan, mempeak):
+    memlimit.__doc__ = host_guard.USAGE
+    for magic in (oomdoctor, memreport, memplan, mempeak, memlimit):
         name = magic.__name__
         extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 

@@ -75,13 +75,16 @@ def is_watched(shell: Any) -> bool:
 class Warming:
     """Readiness for a failure in one shell.
 
+    Args:
+        is_guarded: tells whether requests of cells may be refused though no limit is set.
+
     Attributes:
         done: whether all is loaded that can be so far.
         kept: bytes that are kept back, and will be again before an attempt.
     """
 
-    def __init__(self, shell: Any, config: OomDoctor) -> None:
-        self._shell, self._config = shell, config
+    def __init__(self, shell: Any, config: OomDoctor, is_guarded: Callable[[], bool] = lambda: False) -> None:
+        self._shell, self._config, self._is_guarded = shell, config, is_guarded
         self._steps = self._all_steps()
         self._task: asyncio.Task[None] | None = None
         self._looked_s = -_LOOK_EVERY_S
@@ -154,7 +157,7 @@ class Warming:
         self.keep_back()
         if (process := reserve.of_process()) is not None:
             baseline.note(process[1] - process[0] - reserve.address_space())
-        is_limited = self._pages is not None or process is not None
+        is_limited = self._pages is not None or process is not None or self._is_guarded()
         if is_limited:
             if "torch" in sys.modules and not self._has_teams:
                 self._has_teams = begin_teams()
