@@ -160,7 +160,7 @@ class Catalogue:
             lines = text.split("\n")
             return said if said is not None else "\n".join(map(self.translated, lines))
         found = self._said(text)
-        return found if found is None or not _HAS_CHINESE.search(found) else _punctuated(found)
+        return text if found == text else _punctuated(found)
 
     def _said(self, text: str) -> str:
         parts = _parts(text)  # parts, with what is between them at the odd places
@@ -168,7 +168,7 @@ class Catalogue:
             return text
         out, at = [], 0
         while at < len(parts):
-            for end in range(len(parts) - (len(parts) + 1) % 2, at, -2):
+            for end in range(len(parts), at, -2):
                 if not _is_stretch(parts, at, end):
                     continue
                 stretch = "".join(parts[at:end])
