@@ -44,6 +44,7 @@ class Finding:
         confidence: the rule author's estimate of how often it is right when it fires, 0 to 1; not measured.
         because: sentences with the user's own numbers.
         fixes: ids of the fixes that the rule suggests, best first.
+        page: address of the rule's page, empty where there is none.
     """
 
     rule: str
@@ -52,6 +53,7 @@ class Finding:
     confidence: float
     because: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
+    page: str = ""
 
 
 class OutcomeKind(StrEnum):

@@ -80,9 +80,16 @@ def unpriced(*, pending: bool = False) -> Plan:
     return Plan(unchanged=Forecast(basis=basis), pending=pending)
 
 
-def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
-    """Find the causes, ``by_message`` by what the failure says alone."""
-    return replace(case, findings=rules.match(case.incident, None if by_message else case.evidence))
+def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False, docs_url: str = "") -> Case:
+    """Find the causes, ``by_message`` by what the failure says alone.
+
+    Args:
+        docs_url: where the documentation is read, which has a page of each rule.
+    """
+    found = rules.match(case.incident, None if by_message else case.evidence)
+    if docs_url:
+        found = tuple(replace(one, page=f"{docs_url.rstrip('/')}/rules/{one.rule}/") for one in found)
+    return replace(case, findings=found)
 
 
 def accelerator_of(name: str | None) -> Accelerator:

@@ -33,6 +33,10 @@ class OomDoctor(Configurable):
     panel = Bool(True, help="Show buttons below the diagnosis where ipywidgets is installed.").tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
 
+    docs_url = Unicode(
+        "", help="Where the documentation is read, such as https://example.org/oomdoctor: causes link to their rules."
+    ).tag(config=True)
+
     def room(self) -> int:
         """Return how many bytes of host memory copies of weights may take now."""
         from oomdoctor.evidence import host

@@ -224,7 +224,8 @@ def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> 
     rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for fault in rules.faults:
         extension.borders.tell(f"rule left out: {fault}")
-    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
+    url = extension.config.docs_url
+    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message, docs_url=url))
 
 
 def plan(extension: Extension, case: Case, **terms: Any) -> Case:

@@ -88,6 +88,7 @@ class Extension:
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
+        magics_before: what had the names of our magics before, by name and kind.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -102,6 +103,7 @@ class Extension:
         self.warming = Warming(shell, self.config)
         self.passed = ""
         self.changed: dict[int, str] = {}
+        self.magics_before: dict[str, dict[str, Any]] = {}
         self._number = 0
         self.borders = Borders()
         self.in_flight = 0

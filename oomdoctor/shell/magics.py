@@ -117,7 +117,9 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        why = pipeline.beyond_cure(case) or "no fix that keeps the results is likely to fit"
+        from oomdoctor.views.diagnosis import why_nothing
+
+        why = pipeline.beyond_cure(case) or why_nothing(case.plan).removesuffix(".")
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
     extension.request = Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
@@ -168,13 +170,33 @@ def simulate(_extension: Extension, words: list[str]) -> None:
         virtual.switch_on(words[0])
 
 
-def rules(extension: Extension, _words: list[str]) -> None:
-    """`%oomdoctor rules`: the rules that are loaded, your own included."""
+def rules(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor rules [ID]`: the rules that are loaded, your own included; of one, what it means and what helps."""
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
-    for rule in book.rules:
-        print(f"{rule.id}: {rule.title}")
+    if words:
+        rule = next((of.file for of in book.rules if [of.id] == words), None)
+        if rule is None:
+            raise UsageError(f"unknown rule {shown(*words)}: `%oomdoctor rules` lists them all")
+        helps = ", ".join(rule.fixes) or "nothing that this package can change"
+        print(f"{rule.title}\n\n{rule.what}\n\nWhy: {rule.why}\n\nWhen it is wrong: {rule.false_positives}\n")
+        print(f"What helps: {helps}")
+        return
+    for one in book.rules:
+        print(f"{one.id}: {one.title}")
     for fault in book.faults:
         print(f"left out: {fault}")
+
+
+def report(_extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor report [--code]`: the environment and the last failure as JSON for an issue, with your code if asked.
+
+    Without `--code` there is no line, name or message of your program in it.
+    """
+    from oomdoctor.views.issue_report import issue_report
+
+    if others := [word for word in words if word != "--code"]:
+        raise UsageError(f"report does not take {shown(*others)}")
+    print(issue_report(_case(), with_code="--code" in words))
 
 
 def config(extension: Extension, _words: list[str]) -> None:
@@ -289,7 +311,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, report, config, help_)
 }
 
 
@@ -318,14 +340,20 @@ def register(extension: Extension) -> None:
     memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
     for magic in (oomdoctor, memreport, memplan, mempeak):
         name = magic.__name__
+        before = {
+            kind: magics[name] for kind, magics in extension.shell.magics_manager.magics.items() if name in magics
+        }
+        extension.magics_before[name] = before
         extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 
 
 def unregister(extension: Extension) -> None:
-    """Take the magics away again."""
-    for magics in extension.shell.magics_manager.magics.values():
+    """Take the magics away again, and put those back that had their names before."""
+    for kind, magics in extension.shell.magics_manager.magics.items():
         for name in _KINDS:
             magics.pop(name, None)
+            if (before := extension.magics_before.get(name, {}).get(kind)) is not None:
+                magics[name] = before
 
 
 def _answered(do: Callable[[], Any]) -> Any:
@@ -351,6 +379,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, why, cases, rules, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

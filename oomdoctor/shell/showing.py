@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
-from oomdoctor.model.case import Case
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate, Plan
 from oomdoctor.shell.open_case import why_not_retried
 from oomdoctor.shell.warm_up import is_watched
@@ -227,6 +227,13 @@ class _Doctor:
         return tuple(one for one in case.plan.candidates if one.label in case.outcome.fixes)
 
     @property
+    def ended(self) -> str:
+        from oomdoctor.views.prices import aftermath
+
+        case = self._case()
+        return "" if case is None or case.outcome.kind is OutcomeKind.OFFERED else aftermath(case).title
+
+    @property
     def gone(self) -> str:
         case = self._case()
         if case is None:
@@ -234,6 +241,13 @@ class _Doctor:
         if self._extension.open is not None or self._extension.healed is not None:
             return ""
         return why_not_retried(self._extension, case.outcome)
+
+    def report(self, *, with_code: bool) -> str:
+        """Return the environment and the case as JSON."""
+        from oomdoctor.views.issue_report import issue_report
+
+        case = next(one for one in pipeline.cases() if one.number == self._number)
+        return issue_report(case, with_code=with_code)
 
     def skip(self) -> None:
         """Forecast nothing more."""

@@ -96,11 +96,13 @@ class Notice:
 
 
 class Cause(NamedTuple):
-    """A likely cause with the sentences that speak for it."""
+    """A likely cause with the sentences that speak for it, its rule's id, and the address of that one's page."""
 
     title: str
     confidence: str
     because: tuple[str, ...]
+    rule: str = ""
+    page: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ def point(size: int, line: int | None, axis: str = "lines") -> str:
 
 
 class Gauge(NamedTuple):
-    """What a fix needs as its verdict counts it, and its budget; both as shares of the largest figure of the row."""
+    """What a fix needs as its verdict counts it, and its limit; both as shares of the largest figure of the plan."""
 
     peak_ratio: float
     budget_ratio: float
@@ -303,9 +305,10 @@ class FixRow:
 
     Attributes:
         number: what it is called by.
-        peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
-            else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
-            tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
+        peak: what the verdict and the gauge go by, of its limit: what the allocator would hold, where that is known,
+            else what tensors would take. ``basis`` says how it was found, and how much of it tensors take; it is empty
+            where there is no forecast.
+        slowdown: empty where it is not known.
         apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
         notes: caveats, and why a part of it cannot be had.
     """
@@ -316,7 +319,6 @@ class FixRow:
     effect: str
     promise: str
     peak: str
-    quantity: str
     basis: str
     verdict: Verdict
     verdict_text: str
