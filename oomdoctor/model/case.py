@@ -88,6 +88,7 @@ class Outcome:
         why: one sentence; for a refusal, what could not be brought back.
         checked: what the trial of the change has shown: what was compared, or why it could not be tried.
         anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
+        interrupted: whether the user ended the last attempt.
     """
 
     kind: OutcomeKind = OutcomeKind.OFFERED
@@ -100,6 +101,7 @@ class Outcome:
     why: str = ""
     checked: str = ""
     anyway: bool = False
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

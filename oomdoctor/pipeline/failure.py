@@ -151,6 +151,14 @@ def refused(case: Case, why: str, *, anyway: bool = False) -> Case:
     return replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=anyway))
 
 
+def interrupted(case: Case, transaction: Transaction) -> Case:
+    """Return a case whose retry the user has ended, and whose state was put back."""
+    lost = tuple(transaction.losses())
+    state = State.UNVERIFIED if lost else State.RESTORED
+    ended = Outcome(kind=OutcomeKind.FAILED, state=state, why="; ".join(lost), interrupted=True)
+    return replace(case, outcome=ended)
+
+
 def cases() -> tuple[Case, ...]:
     """Return the cases of this process, oldest first."""
     return tuple(_cases)
@@ -161,7 +169,7 @@ def last_case() -> Case | None:
     return _cases[-1] if _cases else None
 
 
-_INTERRUPTED: Final = "the forecasts were interrupted"
+INTERRUPTED: Final = "the forecasts were interrupted"
 _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 
 
@@ -175,10 +183,12 @@ def plan(
     at_most: int | None = None,
     is_hurried: bool = False,
     without: Collection[str] = (),
+    tell: Callable[[Plan], None] = lambda _: None,
 ) -> Case:
     """Price the fixes, and wait for it. For the arguments see ``planning``.
 
     Args:
+        tell: called with the plan whenever it is another one.
         is_hurried: whether it is enough that one change which keeps the results is seen to fit.
 
     Raises:
@@ -190,14 +200,15 @@ def plan(
     try:
         begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
-            *_, priced = begun.wait()
+            for priced in begun.wait():
+                tell(priced)
     except BaseException as exc:
         if isinstance(exc, KeyboardInterrupt) or is_of_signal(exc):
-            begun = begun or planning(case, session, transaction, time_budget_s=0.0, unforecast=_INTERRUPTED, **terms)
-            begun.cancel(_INTERRUPTED)
+            begun = begun or planning(case, session, transaction, time_budget_s=0.0, unforecast=INTERRUPTED, **terms)
+            begun.cancel(INTERRUPTED)
             record(replace(case, plan=begun.plan))
         raise
-    return replace(case, plan=priced)
+    return replace(case, plan=begun.plan)
 
 
 def planning(

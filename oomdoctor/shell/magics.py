@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.shell import mempeak as measuring
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
+_STOPPED: Final = "Interrupted. The forecasts were stopped."
 _COMMENT: Final = re.compile(r"(?:^|\s)#")
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
@@ -102,7 +104,17 @@ def fit(extension: Extension, words: list[str]) -> None:
         raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
     if size > most:
         raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
-    planned, last = plan(extension, case, at_most=size), extension.shown
+    last, begun_s = extension.shown, time.monotonic()
+
+    def tell(priced: Plan) -> None:
+        if last is not None:
+            extension.borders.guarded("display", lambda: last.show_progress(priced, time.monotonic() - begun_s))
+
+    try:
+        planned = plan(extension, case, at_most=size, tell=tell)
+    except KeyboardInterrupt:
+        planned = _case()
+        print(f"{_STOPPED} The fixes are as far as they are known.")
     if last is not None and hasattr(extension.shell, "kernel"):
         last.update(planned)
     else:
@@ -303,6 +315,8 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
 
 
 def _retryable(extension: Extension) -> OpenCase:
+    if extension.interrupted:
+        raise UsageError(f"{_STOPPED} Nothing was run.")
     if extension.open is None:
         why = why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")

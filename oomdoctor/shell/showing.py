@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _SOON_S: Final = 0.3
-_ABOVE: Final = {"text/plain": "", "text/html": "▲ <strong>Out of memory</strong>: the fix is above this traceback."}
+_ABOVE: Final = "▲ <strong>Out of memory</strong>: the fix is above this traceback."
 _EMPTY: Final = {"text/plain": "", "text/html": ""}
 _LOOKING: Final = {
     "text/plain": "Out of memory: `%oomdoctor why` tells more",
@@ -81,15 +81,25 @@ class Shown:
             raise
         return shown
 
-    def point_up(self) -> None:
-        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end."""
-        self._pointer = _place(_ABOVE)
+    def point_up(self, case: Case) -> None:
+        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end.
+
+        One that shows text, and does not change what it has shown, has the answer here.
+        """
+        from oomdoctor.views import in_brief
+
+        is_healed = case.outcome.kind is OutcomeKind.HEALED
+        told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": _ABOVE}
+        if self._pointer is None:
+            self._pointer = _place(told)
+        else:
+            self._pointer.update(told, raw=True)
 
     def withdraw(self) -> None:
         """Leave the places that were held empty, unless something was told there since: there is nothing to tell."""
         if not any(self._told):
             places, self._places = self._places, ()
-            for place in (*places, *filter(None, [self._pointer])):
+            for place in places:
                 place.update(_EMPTY, raw=True)
 
     def show_with(self, send_traceback: Callable[[], None], case: Case) -> None:
@@ -102,10 +112,11 @@ class Shown:
         finally:
             if comes_first:
                 send_traceback()
-                self._extension.borders.guarded("display", self.point_up)
+                self._extension.borders.guarded("display", partial(self.point_up, case))
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""
+        was_announced = bool(self._places)
         extension, retry = self._extension, retry_of(case)
         before, extension.shown, self._number = extension.shown, self, case.number
         if before is not None:
@@ -118,6 +129,8 @@ class Shown:
             self._panel = panel.build(case, _Doctor(self, extension, case.number), retry=retry, typed=typed)
             if self._panel is not None:
                 self._panel.display(self._places[1] if len(self._places) > 1 else None)
+        if was_announced:  # so that the traceback stands below it already
+            self.point_up(case)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -145,6 +158,8 @@ class Shown:
                 if new != before:
                     place.update(new, raw=True)
         self._told = [*told, {}][:2]
+        if self._pointer is not None:
+            self.point_up(case)
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
@@ -332,28 +347,51 @@ class Filling:
         self._case: Case | None = case
         self._planning, self._borders, self._shown = planning, borders, shown
         self._begun_s = time.monotonic()
+        self._handler: Any = None
+        self._heed()
         self._task = asyncio.get_running_loop().create_task(self._listen())
 
-    def settle(self) -> None:
-        """Wait for the rest of the plan."""
+    def settle(self) -> bool:
+        """Wait for the rest of the plan; return whether it came, and the user did not interrupt it."""
+        why = ""
         try:
-            for _ in self._planning.wait():
-                pass
+            for plan in self._planning.wait():
+                self._tell(plan)
+        except KeyboardInterrupt:
+            why = pipeline.INTERRUPTED
         finally:
-            self.end()
+            self.end(why)
+        return not why
 
-    def end(self) -> None:
-        """Forecast nothing more; what has no forecast says so."""
+    def _tell(self, plan: Plan) -> None:
+        elapsed_s = time.monotonic() - self._begun_s
+        self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
+
+    def _heed(self) -> None:
+        """Let an interrupt end the forecasts. Between cells the kernel ignores it, and so do the copies."""
+        if self._case is None or self._handler is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a cell is still running, which it would end
+            loop.call_later(_SOON_S, self._heed)
+            return
+        self._handler = lambda *_: loop.call_soon_threadsafe(self.end, pipeline.INTERRUPTED)
+        with suppress(ValueError):  # of a thread that is not the main one
+            signal.signal(signal.SIGINT, self._handler)
+
+    def end(self, why: str = "") -> None:
+        """Forecast nothing more; what has no forecast says so, and ``why``."""
         if self._case is not None:
-            self._planning.cancel()
+            self._planning.cancel(why or "the forecasts were skipped")
+            if self._handler is not None and signal.getsignal(signal.SIGINT) is self._handler:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             case, self._case = pipeline.record(replace(self._case, plan=self._planning.plan)), None
             self._borders.guarded("display", lambda: self._shown.update(case))
 
     async def _listen(self) -> None:
         try:
             async for plan in self._planning.listen():
-                elapsed_s = time.monotonic() - self._begun_s
-                self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
+                self._tell(plan)
         except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
             self._borders.fault("forecast", exc)
         self.end()

@@ -40,6 +40,11 @@ def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | No
     return _bundle((*answer(case, retry), *more(case)) if is_brief else tell(case, retry, names), names)
 
 
+def in_brief(case: Case, retry: Retry | None = None) -> str:
+    """Return what a terminal shows of ``case`` as text. For ``retry`` see ``bundle``."""
+    return _text((*answer(case, retry), *more(case)))
+
+
 def whole(case: Case, retry: Retry | None = None) -> str:
     """Return the whole diagnosis of ``case`` as text. For ``retry`` see ``bundle``."""
     return _text(tell(case, retry))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from oomdoctor.model.case import OutcomeKind, State
+from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import format_size
@@ -282,6 +282,10 @@ def _title(case: Case) -> str:
         if outcome.state is State.RESTORED
         else "the state before it is only partly restored"
     )
+    if outcome.interrupted:
+        return (
+            "Interrupted. Everything is as before the cell ran." if _is_as_before(outcome) else f"Interrupted; {start}."
+        )
     return {
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
         OutcomeKind.HEALED: f"Healed{_passed(case)}: {what} ran to its end with {changes} in place, {after}.",
@@ -291,6 +295,10 @@ def _title(case: Case) -> str:
         OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}; {start}.",
         OutcomeKind.FAILED: f"Retry failed: {what} did not run to its end {after}.",
     }[outcome.kind]
+
+
+def _is_as_before(outcome: Outcome) -> bool:
+    return outcome.interrupted and outcome.state is State.RESTORED
 
 
 def _passed(case: Case) -> str:
@@ -303,6 +311,8 @@ def _passed(case: Case) -> str:
 
 def _facts(case: Case) -> list[tuple[str, str]]:
     outcome = case.outcome
+    if _is_as_before(outcome):
+        return _commands(case, [])
     did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
     known = {one.label: (number, one) for number, one in enumerate(case.plan.candidates, 1)}
     used = [known[label] for label in outcome.fixes if label in known]
