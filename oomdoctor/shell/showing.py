@@ -364,8 +364,9 @@ class Filling:
         return not why
 
     def _tell(self, plan: Plan) -> None:
-        elapsed_s = time.monotonic() - self._begun_s
-        self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
+        if self._case is not None:
+            elapsed_s = time.monotonic() - self._begun_s
+            self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
 
     def _heed(self) -> None:
         """Let an interrupt end the forecasts. Between cells the kernel ignores it, and so do the copies."""

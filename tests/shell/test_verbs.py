@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -478,3 +479,25 @@ def test_a_cell_is_planned_again_for_less_memory_than_there_is(dosing: Kernel) -
     dosing.run("%oomdoctor retry", ok=True)
     assert dosing.value(ENDED)[:2] == ["healed", [f"micro_batch({dose})"]]
     assert dosing.value(f"{CASE}.outcome.peak") <= 9 << 20
+
+
+def test_a_report_for_an_issue_has_nothing_of_the_program_unless_it_is_asked_for(shell: InteractiveShell) -> None:
+    failed(shell)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["secret"])
+        told = json.loads(said(shell, "%oomdoctor report"))
+    assert told["environment"]["torch"]
+    assert told["case"]["findings"][0]["rule"]
+    assert {one["fix"] for one in told["case"]["fixes"]} == {"micro_batch", "chunked_forward"}
+    text = said(shell, "%oomdoctor report")
+    for word in ("model", "loss", "optimizer.step", "In["):
+        assert word not in json.dumps(told["case"]["incident"])
+        assert f'"{word}"' not in text
+    assert "backward" in said(shell, "%oomdoctor report --code")
+
+
+def test_a_rule_is_explained_by_its_id(shell: InteractiveShell) -> None:
+    told = said(shell, "%oomdoctor rules activations_dominate")
+    assert told.startswith("Activations fill the memory")
+    assert "What helps: " in told
+    assert "unknown rule" in said(shell, "%oomdoctor rules no_such_rule")
