@@ -283,7 +283,7 @@ class _Attempts:
     Attributes:
         opened: whose cell is run again.
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
-        anyway: whether another attempt may follow what cannot be taken back.
+        anyway: whether another attempt may follow what cannot be undone.
         in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
         last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
     """

@@ -204,7 +204,7 @@ def _held(case: Case) -> Document:
     device = _device(case.incident, evidence)
     beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
     held = holders(_census(case), evidence.code.models, top=_TOP, beside=beside)
-    course = Timeline.of(unchanged.course, unchanged.budget)
+    course = Timeline.of(unchanged.course, unchanged.budget, forecast_bytes=unchanged.peak)
     blocks = held.blocks("What holds it", folded=True)
     return (*blocks, *given(Fold("Memory over time", (course,)) if course else None))
 
@@ -279,10 +279,10 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         return f"ran out of memory on {where}" if total is None else f"ran out of the {format_size(total)} of {where}"
     asked = f"asked for {format_size(incident.requested)}"
     if total is None:
-        return f"{asked} of {where}, which could not be had"
+        return f"{asked} of {where} and was refused"
     whole = f"the {format_size(total)} of {where}"
     if free is None:
-        return f"{asked} of {whole}, which could not be had"
+        return f"{asked} of {whole} and was refused"
     if incident.requested > free:
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
     back = kept if isinstance(kept, int) else 0
@@ -291,8 +291,8 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         return f"{asked}, {lack}; {format_size(back)} was kept back for this diagnosis; a run again gets that too"
     if device is not None and device.name == "cpu":
         left = f"{format_size(free - back)} of {whole} was free after the call had ended"
-        return f"{asked}, which could not be had; {left}"
-    return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
+        return f"{asked} and was refused; {left}"
+    return f"{asked} and was refused although {format_size(free)} of {whole} was free"
 
 
 def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
@@ -348,8 +348,8 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
         return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
     fitting = next((row for row in rows if row.verdict is Verdict.FITS), None)
     if fitting is not None:
-        nothing = "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it"
-        return (f"{nothing}, by `{fitting.apply}`; state is restored first.",)
+        nothing = "`%oomdoctor retry` runs nothing unasked"
+        return (f"{nothing}: `{fitting.apply}` applies the fix that fits; state is restored first.",)
     nothing = f"`%oomdoctor retry` runs nothing. {why_nothing(case.plan)}"
     return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
 

@@ -226,25 +226,35 @@ class Timeline:
     axis: Literal["lines", "cells"] = "lines"
 
     @classmethod
-    def of(cls, course: Course | None, budget: int | None = None, *, limit: int | None = None) -> Timeline | None:
+    def of(
+        cls,
+        course: Course | None,
+        budget: int | None = None,
+        *,
+        limit: int | None = None,
+        forecast_bytes: int | None = None,
+    ) -> Timeline | None:
         """Return the timeline of ``course``, None where no dry run saw one.
 
         Args:
             budget: bytes that there are, where the timeline is to be held against them in words.
             limit: bytes that there are, where it is not.
+            forecast_bytes: the peak as the forecast tells it, which has what the allocator rounds up.
         """
         if course is None or not course.points:
             return None
-        first, last, peak = course.points[0], course.points[-1], max(course.points, key=lambda point: point[0])
+        highest = max(range(len(course.points)), key=lambda at: course.points[at][0])
+        size, line = course.points[highest]
+        peak = (max(size, forecast_bytes or 0), line)
+        points = (*course.points[:highest], peak, *course.points[highest + 1 :])
+        first, last = points[0], points[-1]
         sentence = f"From {point(*first)} to the peak of {point(*peak)}; {point(*last)} where it was last seen."
         if budget is not None:
             passed = next((line for size, line in course.points if size > budget), 0)
-            within = f"Its tensors stay within the budget of {format_size(budget)}."
-            sentence += f" {within if passed == 0 else f'It first passes the budget of {point(budget, passed)}.'}"
+            within = f"Its tensors stay within the limit of {format_size(budget)}."
+            sentence += f" {within if passed == 0 else f'It first passes the limit of {point(budget, passed)}.'}"
         limit = limit if budget is None else budget
-        return cls(
-            sentence=sentence, points=course.points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit
-        )
+        return cls(sentence=sentence, points=points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit)
 
     @classmethod
     def of_cells(cls, ends: Sequence[tuple[int, int]], limit: int | None) -> Timeline | None:

@@ -38,8 +38,8 @@ _AUTO: Final = (
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
-_UNDO: Final = "Take back what the last retry changed"
-_SKIP: Final = "Go on with what is known: what has no forecast yet keeps its estimate"
+_UNDO: Final = "Undo what the last retry changed"
+_SKIP: Final = "Stop the forecasts: fixes without one keep their estimates"
 _NARROW: Final = {"width": "auto", "max_width": "14em"}
 _SAVED: Final = {"text/plain": "", "text/html": ""}
 """What stands in the place of controls that are not live: nothing, as the diagnosis has the commands."""
@@ -106,7 +106,7 @@ class Panel:
         self._has_best, self._waits, self._fits, self._said = False, "", "", ""
         again = working("the best fix")
         self._best = self._buttons.add("Fix it", "", lambda: self._press("retry"), again)
-        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"), "⏳ The change is taken back.")
+        self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"), "⏳ The change is being undone.")
         self._fit = widgets.Text(
             description="Fit in", placeholder="at most, as 11GiB", continuous_update=False, layout=_NARROW
         )
@@ -161,7 +161,7 @@ class Panel:
         can_retry = not in_place and not gone
         told = f"Retries are off: {gone}." if gone else self._waits or self._said
         self._note.value = live(part("inline", told)) if told else ""
-        self._undo.tooltip = _UNDO if in_place else "There is nothing that can be taken back"
+        self._undo.tooltip = _UNDO if in_place else "There is nothing to undo"
         self._undo.layout.display = "" if in_place else "none"
         self._best.layout.display = "none" if in_place else ""
         self._best.button_style = "primary" if can_retry and self._has_best else ""

@@ -249,7 +249,7 @@ def _gauge(forecast: Forecast, plan: Plan) -> Gauge | None:
     return Gauge(needed(forecast) / scale, forecast.budget / scale) if scale else None
 
 
-_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
+_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Undo it", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
 
 _IN_VAIN: Final = "It does not lower the peak here, so it is not offered."

@@ -88,7 +88,7 @@ def squarified(sizes: Sequence[int], box: Box) -> list[Box]:
         while count < len(rest) and _longest(rest[: count + 1], side) <= _longest(rest[:count], side):
             count += 1
         row, at = sum(rest[:count]), 0.0
-        depth = row / side if side else 0.0
+        depth = min(row / side, max(width, height)) if side else 0.0
         for area in rest[:count]:
             along = side * area / row if row else 0.0
             found.append(Box(left, top + at, depth, along) if width >= height else Box(left + at, top, along, depth))

@@ -277,7 +277,7 @@ def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
     assert known().outcome.kind is OutcomeKind.HEALED
     told = said(shell, "%oomdoctor undo")
     assert "Everything is as before the cell ran, except: `raw` was written in place" in told
-    assert "`open('out', 'w')` cannot be taken back" in told
+    assert "`open('out', 'w')` cannot be undone" in told
     assert known().outcome.state is State.UNVERIFIED
     assert shell.user_ns["progress"].steps == 0
 

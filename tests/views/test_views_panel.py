@@ -220,7 +220,7 @@ def test_there_is_nothing_to_undo_before_a_cell_was_healed(typed: bool) -> None:
     doctor = Recorder()
     undo = _buttons(_built(doctor, typed=typed))["Undo"]
     undo.click()
-    assert (undo.disabled, undo.tooltip, doctor.calls) == (True, "There is nothing that can be taken back", [])
+    assert (undo.disabled, undo.tooltip, doctor.calls) == (True, "There is nothing to undo", [])
 
 
 def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:

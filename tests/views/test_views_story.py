@@ -38,11 +38,11 @@ def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() ->
     [
         ({"requested": None}, "ran out of the 8.00 GiB of cuda:0."),
         ({"requested": None, "total": None}, "ran out of memory on cuda:0."),
-        ({"total": None}, "asked for 2.41 GiB of cuda:0, which could not be had."),
-        ({"free": None}, "asked for 2.41 GiB of the 8.00 GiB of cuda:0, which could not be had."),
+        ({"total": None}, "asked for 2.41 GiB of cuda:0 and was refused."),
+        ({"free": None}, "asked for 2.41 GiB of the 8.00 GiB of cuda:0 and was refused."),
         (
             {"free": 3 * GIB},
-            "asked for 2.41 GiB, which could not be had although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
+            "asked for 2.41 GiB and was refused although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
         ),
         ({"family": Family.SHM}, "ran out of shared memory (/dev/shm)."),
         ({"family": Family.WORKER_KILLED, "format": "dl_killed"}, "lost a DataLoader worker, which was killed."),
@@ -50,8 +50,8 @@ def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() ->
         ({"family": Family.WORKER_KILLED, "format": "pool_killed"}, "lost a worker process, which was killed."),
         ({"family": Family.RANK_KILLED, "format": "torchrun_killed"}, "lost a rank, which was killed."),
         ({"family": Family.RANK_KILLED, "format": "slurm"}, "failed when a process was killed."),
-        ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory, which could not be had."),
-        ({"device": None, "total": None}, "asked for 2.41 GiB of the device, which could not be had."),
+        ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory and was refused."),
+        ({"device": None, "total": None}, "asked for 2.41 GiB of the device and was refused."),
         ({"is_oom": False, "exc_type": "ValueError"}, "failed with ValueError, not for lack of memory."),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_free_of_host_memory_is_told_as_of_after_the_call() -> None:
     host = replace(found.host, kept_back=GIB)
     asked = cases.incident(device="cpu", free=4 * GIB)
     assert headline(asked, replace(found, host=host, devices=(replace(found.device, name="cpu"),))).startswith(
-        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB, which could not be had; 3.00 GiB of the 8.00 GiB of "
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB and was refused; 3.00 GiB of the 8.00 GiB of "
         "host memory was free after the call had ended"
     )
 
@@ -489,7 +489,7 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(replace(cases.AUTOCAST, forecast=cases.forecast(5))),
             None,
             (
-                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "`%oomdoctor retry` runs nothing unasked: `%oomdoctor fix 1` applies the fix that fits; "
                 "state is restored first."
             ),
         ),
@@ -510,7 +510,7 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(cases.MICRO_BATCH),
             Retry(),
             (
-                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "`%oomdoctor retry` runs nothing unasked: `%oomdoctor fix 1` applies the fix that fits; "
                 "state is restored first."
             ),
         ),
@@ -633,7 +633,7 @@ def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
 
 def test_the_timeline_is_held_against_the_budget() -> None:
     (timeline,) = blocks(tell(cases.nothing_fits()), Timeline)
-    assert timeline.sentence.endswith("It first passes the budget of 8.00 GiB at line 7.")
+    assert timeline.sentence.endswith("It first passes the limit of 8.00 GiB at line 7.")
     columns = timeline.columns(20)
     over = [column for column in columns if column.kind == "over"]
     assert 0 < len(over) < len(columns)
