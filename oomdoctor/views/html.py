@@ -18,7 +18,8 @@ from oomdoctor.views import timeline, treemap
 from oomdoctor.views.document import Document, FixRow, Inline, prose
 from oomdoctor.views.labels import KINDS, TONES
 
-_OF_FAILURE: Final = '.jp-OutputArea-child:has([data-mime-type="application/vnd.jupyter.error"])'
+_BELOW: Final = '~.jp-OutputArea-child:has(>[data-mime-type="application/vnd.jupyter.stderr"])'
+"""A traceback that stands below something: to these front ends it is of the same kind as the standard error."""
 _HATCHES: Final = {
     "up": ("45deg", "8px 8px"),
     "down": ("135deg", "8px 8px"),
@@ -35,11 +36,11 @@ _CONTROLLED: Final = (
     ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)),"
     # What a failed attempt has put out and its traceback, where a button has healed the cell.
     ".jp-OutputArea-child:has(~.jp-OutputArea-child .oomdoctor-healed),"
-    f".jp-OutputArea:has(.oomdoctor-healed) {_OF_FAILURE}"
+    f".jp-OutputArea-child:has(.oomdoctor-healed){_BELOW}"
     "{display:none}"
     # A long output is put into a box with a bar to scroll by. The answer stands out of it; the traceback has its own.
     ".jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer){max-height:none}"
-    f".jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer) {_OF_FAILURE}{{max-height:24em;overflow:auto}}"
+    f".jp-mod-outputsScrolled .jp-OutputArea-child:has(.oomdoctor-answer){_BELOW}{{max-height:24em;overflow:auto}}"
 )
 """Rules for JupyterLab, Notebook and nbconvert. A page without them, as an untrusted one, shows all there is to read.
 

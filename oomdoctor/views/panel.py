@@ -228,7 +228,7 @@ class Panel:
     def _press(self, verb: str, what: int | str | None = None) -> None:
         fits, was_healed, self._said = self._fits, bool(self._doctor.in_place), ""
         self._doctor.press(verb, what)
-        if self._fits != fits:
+        if verb == "fit" and self._fits != fits:
             self._said = f"The fixes are for {self._fits} now."
         elif was_healed and not self._doctor.in_place:
             self._said = "Undone: the cell can be run again."
