@@ -41,6 +41,9 @@ _CONTROLLED: Final = (
     # A long output is put into a box with a bar to scroll by. The answer stands out of it; the traceback has its own.
     ".jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer){max-height:none}"
     f".jp-mod-outputsScrolled .jp-OutputArea-child:has(.oomdoctor-answer){_BELOW}{{max-height:24em;overflow:auto}}"
+    # In a narrow window a prompt stands above its output, as high as it is wide beside one.
+    "@media (max-width:760px){.jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer)>.jp-OutputArea-child>"
+    ".jp-OutputArea-prompt{flex-basis:auto}}"
 )
 """Rules for JupyterLab, Notebook and nbconvert. A page without them, as an untrusted one, shows all there is to read.
 

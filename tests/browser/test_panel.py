@@ -208,6 +208,7 @@ def test_the_answer_to_a_long_output_is_not_in_a_box(open_notebook, width):
     for seen in (page.told(1).first, page.panel(1)):
         box = seen.bounding_box()
         assert 0 <= box["y"] < box["y"] + box["height"] <= 900
+    assert page.told(1).first.bounding_box()["y"] - page.output(1).bounding_box()["y"] < 30, "nothing stands above"
     assert page.output(1).evaluate("area => getComputedStyle(area).maxHeight") == "none"
     traceback = page.output(1).locator(".jp-OutputArea-child", has_text="OutOfMemoryError").last
     assert traceback.bounding_box()["height"] < 500, "what is long scrolls by itself"
