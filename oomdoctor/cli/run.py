@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anyway",
         action="store_true",
-        help="run it again also where something that it did cannot be taken back, such as a file that it wrote",
+        help="run it again also where something that it did cannot be undone, such as a file that it wrote",
     )
     parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
     parser.add_argument(
@@ -200,7 +200,7 @@ class ScriptShell(InteractiveShell):
 
     Attributes:
         script: its path.
-        anyway: whether it is run again although something of the failed run cannot be taken back.
+        anyway: whether it is run again although something of the failed run cannot be undone.
     """
 
     display_pub_class = Type(_Publisher)

@@ -218,7 +218,7 @@ class CodeFacts:
     Attributes:
         local_models: models that only locals of the functions lead to that were running.
         steppers: what the optimizers of ``optimizers`` are like.
-        not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
+        not_repeatable: calls of the failing run that cannot be undone and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed; ``written_anew``: calls that write a file as
             a whole, which a second run does as well.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.

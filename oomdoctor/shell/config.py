@@ -52,6 +52,10 @@ class OomDoctor(Configurable):
     ).tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
 
+    docs_url = Unicode(
+        "", help="Where the documentation is read, such as https://example.org/oomdoctor: causes link to their rules."
+    ).tag(config=True)
+
     @observe("language")
     def _choose(self, change: Any) -> None:
         choose(change["new"])

@@ -37,8 +37,9 @@ from oomdoctor.shell.cells import (
     texts_of,
 )
 from oomdoctor.shell.error_boundary import Run, left_alone, quietly
+from oomdoctor.shell.filling import Filling, may_fill_in
 from oomdoctor.shell.open_case import OpenCase
-from oomdoctor.shell.showing import Filling, Shown, may_fill_in
+from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -106,8 +107,11 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
             "forecast", lambda: plan(extension, found, is_hurried=extension.config.auto != "off")
         )
         case = planned or pipeline.last_case() or found
-    except BaseException:  # an interrupt: what is known by then is shown all the same
+    except BaseException as exc:  # an interrupt: what is known by then is shown all the same
         shown.show_with(extension.tracebacks.send_held, pipeline.last_case() or found)
+        if isinstance(exc, KeyboardInterrupt):  # the cell has failed already, and ends here
+            print("oomdoctor: interrupted: the fixes are as far as they are known", file=sys.stderr)
+            return
         raise
     chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
     # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
@@ -236,7 +240,8 @@ def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> 
     rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for fault in rules.faults:
         extension.borders.tell(f"rule left out: {fault}")
-    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
+    url = extension.config.docs_url
+    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message, docs_url=url))
 
 
 def plan(extension: Extension, case: Case, **terms: Any) -> Case:
@@ -292,7 +297,8 @@ class _Attempts:
     Attributes:
         opened: whose cell is run again.
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
-        anyway: whether another attempt may follow what cannot be taken back.
+        anyway: whether another attempt may follow what cannot be undone.
+        in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
         last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
     """
 
@@ -301,6 +307,7 @@ class _Attempts:
     kwargs: dict[str, Any]
     waits: bool
     anyway: bool = False
+    in_its_place: bool = False
     last: Any = None
     changes: dict[int, str] = field(default_factory=dict)
 
@@ -318,6 +325,8 @@ class _Attempts:
                     return error
             if attempt.replays:
                 self.opened.transaction.set_aside()
+            if self.in_its_place and hasattr(self.extension.shell, "kernel"):
+                self.extension.shell.display_pub.clear_output(wait=True)
             with as_cell(self.extension.shell, failing.number):
                 self.last = await run_source(attempt.source, self.kwargs)
             self.changes = texts_of(attempt, failing)
@@ -339,8 +348,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     if opened is None:
         return False
     failing, own = opened.session.cells.failing, opened.failure
-    attempts = _Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway)
-    ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
+    attempts = _Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway, tells)
+    try:
+        ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
+    except KeyboardInterrupt as exc:  # beside an attempt: the state is that of the cell's start by now
+        ended = pipeline.record(pipeline.interrupted(request.case, opened.transaction)), exc.with_traceback(None)
     if ended is None:
         return False
     case, error = ended
@@ -357,10 +369,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         extension.open, extension.healed = None, opened
         extension.changed.update(attempts.changes)
     else:
-        if error is None and not tells:  # what was held back is ours: a guard that stopped the attempt
-            extension.tracebacks.drop_held()
+        if case.outcome.interrupted or (error is None and not tells):
+            extension.tracebacks.drop_held(error)  # the user's interrupt, or ours: a guard that stopped the attempt
         if tells:
-            Shown(extension).show_with(partial(extension.tracebacks.send_held, error), case)
+            shown_of = own if case.outcome.interrupted else error
+            Shown(extension).show_with(partial(extension.tracebacks.send_held, shown_of), case)
         else:
             extension.tracebacks.send_held(error)
     extension.borders.guarded("notice", lambda: extension.notice(case))

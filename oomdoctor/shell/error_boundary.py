@@ -342,6 +342,6 @@ class TracebackWatch:
             del holder
             send(*rendered)
 
-    def drop_held(self) -> None:
-        """Forget what was held back: it was healed."""
-        self._held = []
+    def drop_held(self, exc: BaseException | None = None) -> None:
+        """Forget what was held back, as it was healed; of ``exc`` alone, where one is given."""
+        self._held = [] if exc is None else [one for one in self._held if one[0] is not exc]

@@ -56,7 +56,7 @@ from oomdoctor.shell.showing import Shown
 from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
-    from oomdoctor.shell.showing import Filling
+    from oomdoctor.shell.filling import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""
@@ -92,6 +92,8 @@ class Extension:
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
+        interrupted: whether the user ended the forecasts that the cell which runs has waited for.
+        magics_before: what had the names of our magics before, by name and kind.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -107,6 +109,8 @@ class Extension:
         self.warming = Warming(shell, self.config, self.guard.is_on)
         self.passed = ""
         self.changed: dict[int, str] = {}
+        self.interrupted = False
+        self.magics_before: dict[str, dict[str, Any]] = {}
         self._number = 0
         self.borders = Borders()
         self.in_flight = 0
@@ -181,7 +185,7 @@ class Extension:
         watch = PeakWatch(self.shell, kept) if below and measured(raw_cell) is not None else None
         kwargs = {**kwargs, **(below or {})}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
-        before = quietly(self.memreport.reading)
+        before, asked = quietly(self.memreport.reading), self._number
         try:
             with watch or nullcontext():
                 result = await self._run_within(run, raw_cell, *args, **kwargs)
@@ -199,7 +203,9 @@ class Extension:
             self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
         is_run_again = failure is not None or self.request is not None
-        note = partial(quietly, partial(self.memreport.note, before, kept()))
+        if self.request is not None and self.open is not None:  # what it leaves is of the cell that it runs again
+            asked = self.open.session.cells.failing.number
+        note = partial(quietly, partial(self.memreport.note, before, kept(), asked))
         if not is_run_again and not is_own(raw_cell):
             note()
         try:
@@ -301,10 +307,11 @@ class Extension:
 
     def _tend_filling(self, raw_cell: str) -> None:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
+        self.interrupted = False
         if self.filling is None:
             return
         if has_verb(raw_cell, "fix", "retry", "diff", "undo", "why", "cases"):
-            self.filling.settle()
+            self.interrupted = not self.filling.settle()
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.filling.end()
 
@@ -375,7 +382,7 @@ class Extension:
         run = current(self)
         if run is None:
             return False
-        if run.is_retry and isinstance(exc, OomDoctorError):
+        if run.is_retry and isinstance(exc, (OomDoctorError, KeyboardInterrupt)):
             return True
         return ran_out(exc) and (
             run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
@@ -383,10 +390,7 @@ class Extension:
 
     def _was_shown(self, exc: BaseException) -> None:
         """Answer a failure that was shown outside of every cell that was seen to begin."""
-        run = current(self)
-        if run is not None and run.shown is not None and run.failure is exc:
-            self.borders.guarded("display", run.shown.point_up)
-        if run is None:
+        if current(self) is None:
             from IPython.core.interactiveshell import InteractiveShell
 
             runs_cells = InteractiveShell.run_cell_async.__code__

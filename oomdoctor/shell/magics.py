@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.shell import host_guard
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
+_STOPPED: Final = "Interrupted. The forecasts were stopped."
 _COMMENT: Final = re.compile(r"(?:^|\s)#")
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
@@ -106,7 +108,17 @@ def fit(extension: Extension, words: list[str]) -> None:
         raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
     if size > most:
         raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
-    planned, last = plan(extension, case, at_most=size), extension.shown
+    last, begun_s = extension.shown, time.monotonic()
+
+    def tell(priced: Plan) -> None:
+        if last is not None:
+            extension.borders.guarded("display", lambda: last.show_progress(priced, time.monotonic() - begun_s))
+
+    try:
+        planned = plan(extension, case, at_most=size, tell=tell)
+    except KeyboardInterrupt:
+        planned = _case()
+        print(f"{_STOPPED} The fixes are as far as they are known.")
     if last is not None and hasattr(extension.shell, "kernel"):
         last.update(planned)
     else:
@@ -121,7 +133,9 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        why = pipeline.beyond_cure(case) or "no fix that keeps the results is likely to fit"
+        from oomdoctor.views.diagnosis import why_nothing
+
+        why = pipeline.beyond_cure(case) or why_nothing(case.plan).removesuffix(".")
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
     extension.request = Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
@@ -180,13 +194,35 @@ def guard(extension: Extension, words: list[str]) -> None:
     host_guard.switch(extension, words)
 
 
-def rules(extension: Extension, _words: list[str]) -> None:
-    """`%oomdoctor rules`: the rules that are loaded, your own included."""
+def rules(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor rules [ID]`: the rules that are loaded, your own included; of one, what it means and what helps."""
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
-    for rule in book.rules:
-        print(f"{rule.id}: {say(rule.title)}")
+    if words:
+        rule = next((of.file for of in book.rules if [of.id] == words), None)
+        if rule is None:
+            raise UsageError(f"unknown rule {shown(*words)}: `%oomdoctor rules` lists them all")
+        helps = ", ".join(rule.fixes) or "nothing that this package can change"
+        print(f"{say(rule.title)}\n\n{say(rule.what)}\n")
+        print(say(f"Why: {say(rule.why)}"), end="\n\n")
+        print(say(f"When it is wrong: {say(rule.false_positives)}"), end="\n\n")
+        print(say(f"What helps: {helps}"))
+        return
+    for one in book.rules:
+        print(f"{one.id}: {say(one.title)}")
     for fault in book.faults:
         print(say(f"left out: {fault}"))
+
+
+def report(_extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor report [--code]`: the environment and the last failure as JSON for an issue, with your code if asked.
+
+    Without `--code` there is no line, name or message of your program in it.
+    """
+    from oomdoctor.views.issue_report import issue_report
+
+    if others := [word for word in words if word != "--code"]:
+        raise UsageError(f"report does not take {shown(*others)}")
+    print(issue_report(_case(), with_code="--code" in words))
 
 
 def config(extension: Extension, _words: list[str]) -> None:
@@ -295,6 +331,8 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
 
 
 def _retryable(extension: Extension) -> OpenCase:
+    if extension.interrupted:
+        raise UsageError(f"{_STOPPED} Nothing was run.")
     if extension.open is None:
         why = why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
@@ -303,7 +341,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, guard, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, guard, rules, report, config, help_)
 }
 
 
@@ -342,14 +380,20 @@ def register(extension: Extension) -> None:
     memlimit.__doc__ = host_guard.USAGE
     for magic in (oomdoctor, memreport, memplan, mempeak, memlimit):
         name = magic.__name__
+        before = {
+            kind: magics[name] for kind, magics in extension.shell.magics_manager.magics.items() if name in magics
+        }
+        extension.magics_before[name] = before
         extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 
 
 def unregister(extension: Extension) -> None:
-    """Take the magics away again."""
-    for magics in extension.shell.magics_manager.magics.values():
+    """Take the magics away again, and put those back that had their names before."""
+    for kind, magics in extension.shell.magics_manager.magics.items():
         for name in _KINDS:
             magics.pop(name, None)
+            if (before := extension.magics_before.get(name, {}).get(kind)) is not None:
+                magics[name] = before
 
 
 def _answered(do: Callable[[], Any]) -> Any:
@@ -375,6 +419,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, why, cases, rules, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

@@ -85,12 +85,13 @@ class MemReport:
         usages = [memory.usage() for memory in pipeline.memories(sizes=False)]
         return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
 
-    def note(self, before: Reading | None, copies: int) -> None:
+    def note(self, before: Reading | None, copies: int, number: int) -> None:
         """Note what the cell that has run has left.
 
         Args:
             before: the reading when it began, None where there was none.
             copies: bytes of host memory that are copies of ours, and no part of the program.
+            number: of the cell; of a retry that was typed in another one, of the cell that was run again.
         """
         if before is None:
             return
@@ -101,7 +102,7 @@ class MemReport:
                 grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
         if self._cells and self._cells[-1][0].number > self.number:  # the history was reset
             self._cells.clear()
-        self._cells.append((CellGrowth(number=self.number, grown=grown), after))
+        self._cells.append((CellGrowth(number=number, grown=grown), after))
 
     def end_live(self) -> None:
         """End the output that is refreshed, where there is one."""

@@ -73,7 +73,7 @@ def undo(extension: Extension) -> str:
     if case is None or opened is None:
         raise UsageError(_why_not_undone(case, extension.passed))
     code = case.evidence.code
-    calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
+    calls = (f"{call} cannot be undone" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
     transaction = opened.transaction
     lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
     fixes = ", ".join(case.outcome.fixes)

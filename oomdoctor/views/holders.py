@@ -67,7 +67,7 @@ class Holders:
 def _cells(row: HolderRow) -> tuple[Inline, ...]:
     what = Text.assemble((row.path, "path"), "  " if row.detail else "", (row.detail, "detail"))
     if row.frees:
-        what.append("\n").append("freed by ", "detail").append(row.frees, "freeing")
+        what.append("\n").append("free it with: ", "detail").append(row.frees, "freeing")
     return Text(row.size, "figure"), row.share, row.role, what
 
 

@@ -216,6 +216,8 @@ class _Renderer:
         text = Text.assemble((cause.title, "strong" if is_told else ""), f" ({cause.confidence})")
         for sentence in cause.because if is_told else ():
             text.append("\n").append_text(prose(sentence))
+        if is_told and cause.rule:
+            text.append(f"\nRule: {cause.page or cause.rule}", "muted")
         return text
 
     def _fixes(self, rows: tuple[FixRow, ...]) -> Grid:
@@ -225,8 +227,8 @@ class _Renderer:
             text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
             text.append(f"\n{say(f'{row.effect}: {row.promise}')}\n")
             text.append(row.verdict_text, labels.TONES[row.verdict]).append(f"{say(': ')}{row.peak}")
-            text.append(f" {row.quantity}{say(', ')}{row.basis}" if row.quantity else "")
-            text.append(f"{say('; ')}{say('time')} {row.slowdown}")
+            text.append(f" ({row.basis})" if row.basis else "")
+            text.append(f"{say('; ')}{row.slowdown}" if row.slowdown else "")
             if commands := [command for command in (row.apply, row.diff) if command]:
                 text.append("\n").append("   ".join(commands), "command")
             for note in row.notes:

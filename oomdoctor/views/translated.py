@@ -123,7 +123,6 @@ def _fix(row: FixRow) -> FixRow:
         effect=say(row.effect),
         promise=say(row.promise),
         peak=say(row.peak),
-        quantity=say(row.quantity),
         basis=say(row.basis),
         verdict_text=say(row.verdict_text),
         slowdown=say(row.slowdown),
