@@ -38,7 +38,7 @@ class Refusal:
     def __init__(self, gauge: Gauge, ceiling: int | None) -> None:
         self._gauge = gauge
         self._data, self._anon = self._read()
-        self._floor = 0
+        self._floor = self._least = 0
         self._ceiling = None if ceiling is None else self._data + ceiling
         self.untouched = 0
 
@@ -50,7 +50,8 @@ class Refusal:
     def begin(self, free: int | None, margin: int) -> None:
         """Set the limit for the first time; see ``keep``."""
         if free is not None:
-            self._floor = self._data + max(min(_LEAST, free // _LEAST_SHARE), 0)
+            self._least = max(min(_LEAST, free // _LEAST_SHARE), 0)
+            self._floor = self._data + self._least
         if self._ceiling is not None:
             data_limit.ceiling = self._ceiling, CEILING
         self.keep(free, margin)
@@ -66,7 +67,8 @@ class Refusal:
         soft = None
         if free is not None:
             self.untouched = max((data - self._data) - (anon - self._anon), 0)
-            soft = max(data + max(free - margin - self.untouched, 0), self._floor)
+            least = min(self._floor, data + self._least)
+            soft = max(data + max(free - margin - self.untouched, 0), least)
         if self._ceiling is not None:
             soft = self._ceiling if soft is None else min(soft, self._ceiling)
         if soft is not None:
