@@ -318,21 +318,20 @@ class Watch:
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
         """Interrupt the cell where it has to be; return the seconds until the next look."""
-        if cell.ceiling is not None:
-            grown = _resident() - cell.start
-            reading = Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING)
-            left = reading.free
-        elif reading is None or not cell.is_watched:
-            return FAR_S
-        else:
-            left = reading.free - reading.margin(self.terms().margin)
         if self.interrupt.raised != cell.raised:  # it goes on: it has caught the error, or cleans up
-            cell.raised, cell.most = self.interrupt.raised, reading.used + _AGAIN
+            cell.raised, cell.start = self.interrupt.raised, cell.start + _AGAIN
+            cell.most = (reading.used if reading is not None else 0) + _AGAIN
+        if cell.ceiling is not None and (grown := _resident() - cell.start) > cell.ceiling:
+            self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
+            return NEAR_S
+        if reading is None or not cell.is_watched:
+            return FAR_S if cell.ceiling is None else NEAR_S
+        left = reading.free - reading.margin(self.terms().margin)
         if left < 0 and reading.used > cell.most:
             self.interrupt.send(reading)
             return NEAR_S
         self.interrupt.cancel()
-        return min(max(left / _FASTEST, NEAR_S), FAR_S)
+        return NEAR_S if cell.ceiling is not None else min(max(left / _FASTEST, NEAR_S), FAR_S)
 
     def _note(self, record: Record, reading: Reading | None, *, line: int | None) -> None:
         cell = self._cell

@@ -159,6 +159,8 @@ def _text(exc: BaseException, most: int) -> str:
 
 
 def _understood(exc: BaseException, text: str) -> Incident:
+    if isinstance(exc, HostMemoryPressure):
+        return _of_guard(exc)
     lines = clean(text)
     found = ranked(find(lines), lines)
     if found and found[0].is_oom:
@@ -168,8 +170,6 @@ def _understood(exc: BaseException, text: str) -> Incident:
         is_stuck = not can_tell and "create a primitive" in text and "primitive descriptor" not in text
         called = "onednn_create" if is_stuck else "onednn"  # no row has it: text does not tell that memory was wanting
         return Incident(is_oom=True, family=Family.HOST, format=called, device="cpu")
-    if isinstance(exc, HostMemoryPressure):
-        return _of_guard(exc)
     known = _known_class(type(exc))
     if known is not None:
         return Incident(is_oom=True, family=known, device="cpu" if known is Family.HOST else None)

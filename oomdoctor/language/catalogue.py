@@ -70,11 +70,11 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def read(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of one file, a mapping of English texts to their translations."""
+    """Yield the pairs of one file, a mapping of English texts to their translations; what has none yet stays English."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with path.open("rb") as file:
         found = yaml.load(file, loader)
-    yield from ((str(english), str(said)) for english, said in (found or {}).items())
+    yield from ((str(english), str(said)) for english, said in (found or {}).items() if said)
 
 
 def holes(text: str) -> list[str]:
