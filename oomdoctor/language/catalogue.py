@@ -70,7 +70,7 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def read(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of one file, a mapping of English texts to their translations; what has none yet stays English."""
+    """Yield the pairs of one file, English texts with their translations; what has none yet stays English."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with path.open("rb") as file:
         found = yaml.load(file, loader)
