@@ -58,13 +58,19 @@ FIRST = [
         Cause.OTHER_PROCESS,
     ),
     (
-        "Memory_Allocation_Failure(EL0004): Failed to allocate memory.\nCall rtMalloc fail, size:3221291008, device_id:0",
+        (
+            "Memory_Allocation_Failure(EL0004): Failed to allocate memory.\n"
+            "Call rtMalloc fail, size:3221291008, device_id:0"
+        ),
         "accelerator_request_refused",
         Cause.SINGLE_HUGE_TENSOR,
     ),
     (
-        "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 5.00 GiB. GPU 0 has a total capacity of 15.00 GiB. "
-        "Of the allocated memory 3.90 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+        (
+            "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 5.00 GiB. GPU 0 has a total capacity of "
+            "15.00 GiB. Of the allocated memory 3.90 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch "
+            "but unallocated."
+        ),
         "xpu_block_limit",
         Cause.SINGLE_HUGE_TENSOR,
     ),
@@ -119,7 +125,9 @@ def test_a_preflight_of_a_whole_model_is_not_read_as_one_tensor():
     assert "large_host_tensor" not in rules_of(text)
 
 
-@pytest.mark.parametrize("text", [DISPATCHED, f"{GGML}ggml_gallocr_reserve_n: failed to allocate CUDA1 buffer of size 9"])
+@pytest.mark.parametrize(
+    "text", [DISPATCHED, f"{GGML}ggml_gallocr_reserve_n: failed to allocate CUDA1 buffer of size 9"]
+)
 def test_a_headline_that_names_the_cause_is_not_followed_by_a_guess(text):
     assert "message_without_sizes" not in rules_of(text)
 
@@ -155,6 +163,7 @@ def test_a_kept_graph_comes_before_the_first_state_where_activations_hold_most()
 def test_the_square_of_attention_needs_a_large_request_and_no_fused_kernel(tried, line, fires):
     text = (
         f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in forward\n    {line}\n'
-        f"torch.OutOfMemoryError: {message(tried=tried, free='5.00 MiB', allocated='20.00 GiB', unallocated='1.00 MiB')}"
+        "torch.OutOfMemoryError: "
+        f"{message(tried=tried, free='5.00 MiB', allocated='20.00 GiB', unallocated='1.00 MiB')}"
     )
     assert ("quadratic_attention" in rules_of(text)) == fires
