@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 _TOP: Final = 5
 _LONGEST_NOTE: Final = 500
 _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
+_STEPS: Final = 3
+"""Causes of which a message's explanation says where to read on."""
+_MEASURE: Final = "`oomdoctor run SCRIPT.py`, or `%load_ext oomdoctor` in a notebook, finds which change fits."
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
 
 _FATES: Final = {
@@ -240,8 +243,22 @@ def read(explained: Explained) -> Document:
         *(Line(labels.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
         *((Head("Why"), why) if findings or failure.is_oom else ()),
         *((Head("What helps"), Items(helps)) if helps else ()),
+        *((Head("Next steps"), Items(_reading(findings, measured=bool(helps)))) if findings else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
     )
+
+
+def _reading(findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
+    """Return where to read on about the likeliest causes, by the ids of their rules.
+
+    Args:
+        measured: whether changes are named that a run would price.
+    """
+    pages = (
+        f"{labels.clean(finding.title)}: `oomdoctor rules show {finding.rule}` (docs/rules.md#{finding.rule})"
+        for finding in findings[:_STEPS]
+    )
+    return (*pages, _MEASURE) if measured else tuple(pages)
 
 
 def missing(device: DeviceMemory) -> tuple[str, ...]:
