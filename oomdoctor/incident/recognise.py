@@ -159,7 +159,7 @@ def _text(exc: BaseException, most: int) -> str:
 
 
 def _understood(exc: BaseException, text: str) -> Incident:
-    if isinstance(exc, HostMemoryPressure):
+    if issubclass(type(exc), HostMemoryPressure):  # an exception may raise whatever it is asked for
         return _of_guard(exc)
     lines = clean(text)
     found = ranked(find(lines), lines)
