@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ class Program(NamedTuple):
     cell: str
     line: str
     before: str = ""
+    and_before: str = ""
     size: int = SMALL
     after: str = ""
 
@@ -92,7 +93,8 @@ PROGRAMS: Final = {
     "mapped first, touched later": Program(
         "for a in mapped:\n    a[:] = 1",
         "a[:] = 1",
-        before="import numpy as np\nmapped = [np.empty(4 << 17) for _ in range(200)]",
+        before="import numpy as np\nmapped = [np.empty(4 << 17) for _ in range(75)]",
+        and_before="mapped += [np.empty(4 << 17) for _ in range(75)]",
     ),
     "lists and small objects": Program(
         "kept = []\nwhile True:\n    kept.append([len(kept), str(len(kept))])", "kept.append"
@@ -166,8 +168,8 @@ def run(program: Program, *, guarded: bool) -> Seen:
         if guarded:
             answered(kernel, "%load_ext oomdoctor")
             answered(kernel, "%config OomDoctor.forecast_time_s = 0")
-        if program.before:
-            answered(kernel, program.before)
+        for cell in filter(None, (program.before, program.and_before)):
+            answered(kernel, cell)
         before, began = kills(folder), time.monotonic()
         reply = answered(kernel, program.cell)
         seconds = time.monotonic() - began
@@ -185,11 +187,13 @@ def run(program: Program, *, guarded: bool) -> Seen:
         )
 
 
-def table(rounds: int, **_: Any) -> Iterator[str]:
+def table(rounds: int, programs: Collection[str], **_: Any) -> Iterator[str]:
     """The table: each program without the guard, and ``rounds`` times with it."""
     yield f"{'program':28} {'without':22} with the guard: runs, kernels lost, raised at the user's line, seconds"
     total = lost = 0
     for name, program in PROGRAMS.items():
+        if programs and name not in programs:
+            continue
         bare = run(program, guarded=False)
         runs = [run(program, guarded=True) for _ in range(rounds)]
         raised = ", ".join(f"{kind} x {count}" for kind, count in Counter(one.raised for one in runs).items())
@@ -411,10 +415,11 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--programs", type=lambda text: text.split(","), default=())
     given = parser.parse_args()
     lines: list[str] = []
     for part in given.parts:
-        for line in PARTS[part](rounds=given.rounds):
+        for line in PARTS[part](rounds=given.rounds, programs=given.programs):
             print(line, flush=True)
             lines.append(line)
         lines.append("")

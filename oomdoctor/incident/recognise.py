@@ -176,7 +176,7 @@ def _understood(exc: BaseException, text: str) -> Incident:
     return found[0] if found else Incident(is_oom=False, family=Family.NOT_OOM)
 
 
-def _of_guard(exc: HostMemoryPressure) -> Incident:
+def _of_guard(exc: BaseException) -> Incident:
     """Return what the host guard has raised, with the figures that it carries."""
     used, limit, requested = (_size(_own(exc, name)) for name in ("used", "limit", "requested"))
     free = None if used is None or limit is None else max(limit - used, 0)

@@ -350,7 +350,7 @@ _KINDS: Final = {
     "memreport": "line",
     "memplan": "line_cell",
     "mempeak": "line_cell",
-    "memlimit": "line_cell",
+    "memlimit": "cell",
 }
 
 

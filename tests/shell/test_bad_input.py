@@ -19,7 +19,6 @@ LINES = {
     "%oomdoctor guard maybe": "guard takes one of on, off, auto, status, not 'maybe'",
     "%%memlimit lots\n1": "'lots' is not a memory size",
     "%%memlimit 4\n1": "'4' has no unit",
-    "%%memlimit 1GiB": "there is nothing below it",
     "%oomdoctor status now": "status does not take 'now'",
     "%oomdoctor 'fix": "cannot be read",
     "%memreport --tpo 3": "unrecognized arguments: --tpo 3; it takes --device",

@@ -138,7 +138,7 @@ def test_the_output_is_refreshed_while_later_cells_run(page: Frontend) -> None:
 
 
 def test_it_ends_when_it_is_told_to_and_with_the_extension(page: Frontend, ready: Kernel) -> None:
-    names = "[one.name for one in __import__('threading').enumerate() if 'oomdoctor' in one.name]"
+    names = "[one.name for one in __import__('threading').enumerate() if 'oomdoctor-live' in one.name]"
     page.run("%memreport --live")
     page.run("%memreport --live 0.5")
     assert ready.value(names) == ["oomdoctor-live"], "a second one takes the place of the first"
