@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import OomDoctorError, UsageError
 from oomdoctor.guard import black_box
 from oomdoctor.guard.watch import Terms, Watch
+from oomdoctor.language import say
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.shell.mempeak import measured
 from oomdoctor.shell.outputs import HELP, one_line
@@ -83,7 +84,7 @@ def switch(extension: Extension, words: list[str]) -> None:
     if words and words[0] != "status":
         extension.config.guard = words[0]
     for line in status(extension.guard):
-        print(line)
+        print(say(line))
 
 
 def status(guard: Watch) -> list[str]:
@@ -119,7 +120,7 @@ def begin_record(shell: Any, guard: Watch) -> None:
         return
     here, group = black_box.place(), str(guard.gauge.own_group or "")
     for facts, now in black_box.left_behind(folder, here):
-        print(f"oomdoctor: {black_box.verdict(facts, now, group, guard.gauge.kills())}")
+        print(f"oomdoctor: {say(black_box.verdict(facts, now, group, guard.gauge.kills()))}")
     guard.record = black_box.opened(folder, {**here, "group": group, "system": black_box.system()})
 
 
