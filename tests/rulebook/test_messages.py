@@ -178,3 +178,10 @@ def test_a_difference_larger_than_its_operands_was_broadcast():
     )
     assert BOOK.match(from_text(text)[0], None)[0].rule == "shapes_broadcast"
     assert "shapes_broadcast" not in rules_of(text.replace("37.25 GiB", "500.00 MiB"))
+
+
+def test_where_host_and_device_share_memory_the_page_cache_is_told_first():
+    text = message(tried="8.00 GiB", free="3.10 GiB", allocated="38.00 GiB", unallocated="1.00 GiB")
+    assert "memory_shared_with_host" not in rules_of(text)
+    shared = from_text(text.replace("32.00 GiB", "121.69 GiB"))[0]
+    assert BOOK.match(shared, None)[0].rule == "memory_shared_with_host"
