@@ -52,6 +52,10 @@ _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process
 _STEPS: Final = 3
 """Causes of which a message's explanation says where to read on."""
 _MEASURE: Final = "`oomdoctor run SCRIPT.py`, or `%load_ext oomdoctor` in a notebook, finds which change fits."
+_RECORD: Final = (
+    '`torch.cuda.memory._record_memory_history()` before the run and `_dump_snapshot("memory.pickle")` after it, '
+    "then `oomdoctor explain memory.pickle`, show the line of each tensor."
+)
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
 
 _FATES: Final = {
@@ -243,13 +247,13 @@ def read(explained: Explained) -> Document:
         *(Line(labels.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
         *((Head("Why"), why) if findings or failure.is_oom else ()),
         *((Head("What helps"), Items(helps)) if helps else ()),
-        *((Head("Next steps"), Items(_reading(findings, measured=bool(helps)))) if findings else ()),
+        *((Head("Next steps"), Items(_reading(failure, findings, measured=bool(helps)))) if findings else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
     )
 
 
-def _reading(findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
-    """Return where to read on about the likeliest causes, by the ids of their rules.
+def _reading(incident: Incident, findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
+    """Return where to read on about the likeliest causes, by the ids of their rules, and what would tell more.
 
     Args:
         measured: whether changes are named that a run would price.
@@ -258,7 +262,8 @@ def _reading(findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
         f"{labels.clean(finding.title)}: `oomdoctor rules show {finding.rule}` (docs/rules.md#{finding.rule})"
         for finding in findings[:_STEPS]
     )
-    return (*pages, _MEASURE) if measured else tuple(pages)
+    is_pool = incident.family in (Family.CUDA, Family.HIP) and incident.allocated is not None
+    return (*pages, *((_MEASURE,) if measured else ()), *((_RECORD,) if is_pool else ()))
 
 
 def missing(device: DeviceMemory) -> tuple[str, ...]:

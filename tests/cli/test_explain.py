@@ -61,6 +61,7 @@ def test_the_next_steps_name_the_rules_and_what_finds_the_change_that_fits(tmp_p
     steps = " ".join(capsys.readouterr().out.partition("Next steps\n")[2].split())
     assert "The pool is fragmented: `oomdoctor rules show fragmentation` (docs/rules.md#fragmentation)" in steps
     assert "`oomdoctor run SCRIPT.py`" in steps
+    assert "`oomdoctor explain memory.pickle`" in steps
     path.write_text("OSError: [Errno 28] No space left on device: '/data'")
     assert main(["explain", str(path)]) == 1
     assert "Next steps" not in capsys.readouterr().out

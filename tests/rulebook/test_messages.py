@@ -167,3 +167,21 @@ def test_the_square_of_attention_needs_a_large_request_and_no_fused_kernel(tried
         f"{message(tried=tried, free='5.00 MiB', allocated='20.00 GiB', unallocated='1.00 MiB')}"
     )
     assert ("quadratic_attention" in rules_of(text)) == fires
+
+
+def test_a_difference_larger_than_its_operands_was_broadcast():
+    text = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n'
+        "    loss = ((pred - target) ** 2).mean()\n"
+        "torch.OutOfMemoryError: "
+        f"{message(tried='37.25 GiB', free='22.50 GiB', allocated='600.00 MiB', unallocated='9.00 MiB')}"
+    )
+    assert BOOK.match(from_text(text)[0], None)[0].rule == "shapes_broadcast"
+    assert "shapes_broadcast" not in rules_of(text.replace("37.25 GiB", "500.00 MiB"))
+
+
+def test_where_host_and_device_share_memory_the_page_cache_is_told_first():
+    text = message(tried="8.00 GiB", free="3.10 GiB", allocated="38.00 GiB", unallocated="1.00 GiB")
+    assert "memory_shared_with_host" not in rules_of(text)
+    shared = from_text(text.replace("32.00 GiB", "121.69 GiB"))[0]
+    assert BOOK.match(shared, None)[0].rule == "memory_shared_with_host"
