@@ -9,7 +9,6 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.guard import file_mappings
+from oomdoctor.guard import copies, file_mappings
 from oomdoctor.guard.black_box import Record
 from oomdoctor.guard.gauge import GROUP, Gauge, Reading
 from oomdoctor.guard.interrupt import Interrupt
@@ -41,8 +40,6 @@ _AGAIN: Final = 16 * MIB
 """What a cell that goes on after an interrupt may take until the next."""
 _SHORT_RATIO: Final = 0.15
 """Share of the machine's memory below which a machine without a limit is watched."""
-_WORKERS_SCORE: Final = 500
-_MOST_SCORE: Final = 1000
 _TOP_LEVEL: Final = ("<module>", "<cell line: ")
 
 
@@ -111,7 +108,7 @@ class Watch:
         self.interrupt.install()
         file_mappings.install(self.apart)
         data_limit.left = self._left
-        _register(self)
+        copies.register(self.be_a_copy)
 
     def end(self) -> None:
         """Put everything back."""
@@ -127,7 +124,7 @@ class Watch:
             self.record.remove()
             self.record = None
         self.gauge.close()
-        _unregister(self)
+        copies.unregister(self.be_a_copy)
 
     @property
     def source(self) -> str | None:
@@ -389,15 +386,7 @@ class Watch:
         self.interrupt.cancel()
         data_limit.lift_in_copy()
         if was_guarded:
-            _put_workers_first()
-
-
-def _put_workers_first() -> None:
-    """Raise the score by which the kernel chooses whom it ends. Source: proc_pid_oom_score_adj(5)."""
-    path = Path("/proc/self/oom_score_adj")
-    with suppress(OSError, ValueError):
-        score = int(path.read_text(encoding="ascii"))
-        path.write_text(str(min(score + _WORKERS_SCORE, _MOST_SCORE)), encoding="ascii")
+            copies.put_first()
 
 
 def _resident() -> int:
@@ -410,25 +399,3 @@ def _resident() -> int:
 def _untold() -> int | None:
     """Tell nothing."""
     return None
-
-
-_watches: Final[list[Watch]] = []
-_is_registered = False
-
-
-def _register(watch: Watch) -> None:
-    global _is_registered
-    _watches.append(watch)
-    if not _is_registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_in_child)
-        _is_registered = True
-
-
-def _unregister(watch: Watch) -> None:
-    if watch in _watches:
-        _watches.remove(watch)
-
-
-def _in_child() -> None:
-    for watch in _watches:
-        watch.be_a_copy()
