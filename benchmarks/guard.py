@@ -90,14 +90,14 @@ PROGRAMS: Final = {
     "pieces of 64 MiB": Program(_PIECES.format(size=64), "kept.append"),
     "pieces of 128 MiB": Program(_PIECES.format(size=128), "kept.append"),
     "one call of 2 GiB": Program("import numpy as np\na = np.ones(2048 << 17)", "a = np.ones"),
-    "mapped first, touched later": Program(
+    "mapped first": Program(
         "for a in mapped:\n    a[:] = 1",
         "a[:] = 1",
         before="import numpy as np\nmapped = [np.empty(4 << 17) for _ in range(75)]",
         and_before="mapped += [np.empty(4 << 17) for _ in range(75)]",
     ),
     "lists and small objects": Program(
-        "kept = []\nwhile True:\n    kept.append([len(kept), str(len(kept))])", "kept.append"
+        "kept = []\nwhile True: kept.append([len(kept), str(len(kept))])", "kept.append"
     ),
     "pandas": Program(
         "wide = pd.concat([frame.assign(n=n) for n in range(1000)])",

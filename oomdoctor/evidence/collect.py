@@ -52,6 +52,7 @@ from oomdoctor.objects.named import class_attributes, output_cache, own_undersco
 from oomdoctor.program import torch_functions
 from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
+from oomdoctor.sandbox import reserve
 
 if TYPE_CHECKING:
     from oomdoctor.evidence import census
@@ -287,6 +288,9 @@ def _uncounted(memory: DeviceMemory) -> Census:
 
 
 _MOST_OBJECTS: Final = 300_000
+_ROOM_FOR_ALL: Final = 96 * MIB
+_MOST_WHERE_SHORT: Final = 30_000
+"""To note an object takes some 150 bytes."""
 _AT_ONCE: Final = 10_000
 _LISTED: Final = 5
 _SIZED: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, list, tuple, dict, set, frozenset)))
@@ -314,7 +318,7 @@ class _Search:
 
     def __init__(self, seen: set[int]) -> None:
         self._seen = seen
-        self._left = _MOST_OBJECTS
+        self._left = _MOST_OBJECTS if reserve.has_room(_ROOM_FOR_ALL) else _MOST_WHERE_SHORT
         self._of_tensors: frozenset[int] | None = None
 
     def below(self, name: str, value: Any) -> HostHolding | None:

@@ -20,14 +20,14 @@ from oomdoctor.guard.gauge import Gauge
 from oomdoctor.model.sizes import MIB
 from oomdoctor.sandbox import data_limit, reserve
 
-_LEAST: Final = 16 * MIB
+LEAST: Final = 16 * MIB
 """Room that each cell has at least, however full the memory: to free what is held takes some as well, and a library
 that does not expect to be refused a small request ends the process. ZeroMQ does."""
 _MATTERS: Final = 8
 """Share of what is free from which untouched memory is counted exactly."""
 _kept: int = sys.maxsize
 """Bytes kept back that were still resident when they were last counted: they become only fewer."""
-_LEAST_SHARE: Final = 4
+LEAST_SHARE: Final = 4
 """One part in so many of what is really left is the most that it may be."""
 CEILING: Final = "%%memlimit"
 
@@ -69,7 +69,7 @@ class Refusal:
     def begin(self, free: int | None, margin: int) -> None:
         """Set the limit for the first time; see ``keep``."""
         if free is not None:
-            self._least = max(min(_LEAST, free // _LEAST_SHARE), 0)
+            self._least = max(min(LEAST, free // LEAST_SHARE), 0)
             self._floor = self._data + self._least
         if self._ceiling is not None:
             data_limit.ceiling = self._ceiling, CEILING

@@ -9,7 +9,6 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.guard import file_mappings
+from oomdoctor.guard import copies, file_mappings
 from oomdoctor.guard.black_box import Record
 from oomdoctor.guard.gauge import GROUP, Gauge, Reading
 from oomdoctor.guard.interrupt import Interrupt
-from oomdoctor.guard.refusal import CEILING, Refusal
+from oomdoctor.guard.refusal import CEILING, LEAST, LEAST_SHARE, Refusal
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.sandbox import data_limit, reserve
 
@@ -33,12 +32,14 @@ _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
 OWN_MARGIN: Final = 16 * MIB
 """What the answer to a failure leaves free: shares of copies that are written to are no mapping of theirs."""
+_AHEAD: Final = 32 * MIB
+"""How much earlier than it would be refused a cell is interrupted: one that grows by small objects must never be
+refused the last of them. CPython 3.11 then goes in circles: to enter a handler of an exception takes an ``int``, and
+where there is no memory for it the handler is entered anew. Source: ``exception_unwind`` in Python/ceval.c."""
 _AGAIN: Final = 16 * MIB
 """What a cell that goes on after an interrupt may take until the next."""
 _SHORT_RATIO: Final = 0.15
 """Share of the machine's memory below which a machine without a limit is watched."""
-_WORKERS_SCORE: Final = 500
-_MOST_SCORE: Final = 1000
 _TOP_LEVEL: Final = ("<module>", "<cell line: ")
 
 
@@ -107,7 +108,7 @@ class Watch:
         self.interrupt.install()
         file_mappings.install(self.apart)
         data_limit.left = self._left
-        _register(self)
+        copies.register(self.be_a_copy)
 
     def end(self) -> None:
         """Put everything back."""
@@ -123,7 +124,7 @@ class Watch:
             self.record.remove()
             self.record = None
         self.gauge.close()
-        _unregister(self)
+        copies.unregister(self.be_a_copy)
 
     @property
     def source(self) -> str | None:
@@ -160,9 +161,9 @@ class Watch:
         return answer
 
     def margin(self) -> int:
-        """Return how many bytes the guard keeps free of the limit that binds now; 0 where it is off."""
+        """Return how many bytes of the limit that binds now no cell can have; 0 where the guard is off."""
         reading = self.gauge.read() if self.is_on() else None
-        return 0 if reading is None else reading.margin(self.terms().margin)
+        return 0 if reading is None else reading.margin(self.terms().margin) + _AHEAD
 
     def _left(self) -> int | None:
         """Return how many bytes a copy of this process may take of what a group leaves; None where none has a limit."""
@@ -190,7 +191,7 @@ class Watch:
         reading = self.gauge.read() if is_on or self.record is not None else None
         cell = _Cell(source=source, refusal=None, is_watched=is_on, raised=self.interrupt.raised)
         if reading is not None:
-            cell.most = reading.used + min(_AGAIN, max(reading.free // 2, 0))
+            cell.most = reading.used + max(min(LEAST // 2, reading.free // (2 * LEAST_SHARE)), 0)
         if self.refuses and (is_on or ceiling is not None):
             cell.refusal = Refusal(self.gauge, ceiling)
             self._keep(cell, reading if is_on else None, begins=True)
@@ -224,11 +225,27 @@ class Watch:
         process = self.gauge.process()
         data_limit.note_room(0 if process is None else process[0])
         self.lift()
-        if cell.is_watched and cell.refusal is not None and (reading := self.gauge.read()) is not None:
-            answer = _Cell(source=cell.source, refusal=Refusal(self.gauge, None), is_watched=True, is_ours=True)
+        if cell.is_watched and cell.refusal is not None:
+            self._begin_answer(cell.source)
+
+    def _begin_answer(self, source: str) -> None:
+        if (reading := self.gauge.read()) is not None:
+            answer = _Cell(source=source, refusal=Refusal(self.gauge, None), is_watched=True, is_ours=True)
             self._keep(answer, reading, begins=True)
             self._cell = answer
             self._wake.set()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer in the body what has failed in no cell that is guarded now, as ``raised`` has it."""
+        if self._cell is not None or not self.refuses or not self.is_on():
+            yield
+            return
+        self._begin_answer("")
+        try:
+            yield
+        finally:
+            self.settle()
 
     def settle(self) -> None:
         """Forget the last cell: its failure was answered."""
@@ -326,7 +343,7 @@ class Watch:
             return NEAR_S
         if reading is None or not cell.is_watched:
             return FAR_S if cell.ceiling is None else NEAR_S
-        left = reading.free - reading.margin(self.terms().margin)
+        left = reading.free - reading.margin(self.terms().margin) - _AHEAD
         if left < 0 and reading.used > cell.most:
             self.interrupt.send(reading)
             return NEAR_S
@@ -369,15 +386,7 @@ class Watch:
         self.interrupt.cancel()
         data_limit.lift_in_copy()
         if was_guarded:
-            _put_workers_first()
-
-
-def _put_workers_first() -> None:
-    """Raise the score by which the kernel chooses whom it ends. Source: proc_pid_oom_score_adj(5)."""
-    path = Path("/proc/self/oom_score_adj")
-    with suppress(OSError, ValueError):
-        score = int(path.read_text(encoding="ascii"))
-        path.write_text(str(min(score + _WORKERS_SCORE, _MOST_SCORE)), encoding="ascii")
+            copies.put_first()
 
 
 def _resident() -> int:
@@ -390,25 +399,3 @@ def _resident() -> int:
 def _untold() -> int | None:
     """Tell nothing."""
     return None
-
-
-_watches: Final[list[Watch]] = []
-_is_registered = False
-
-
-def _register(watch: Watch) -> None:
-    global _is_registered
-    _watches.append(watch)
-    if not _is_registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_in_child)
-        _is_registered = True
-
-
-def _unregister(watch: Watch) -> None:
-    if watch in _watches:
-        _watches.remove(watch)
-
-
-def _in_child() -> None:
-    for watch in _watches:
-        watch.be_a_copy()

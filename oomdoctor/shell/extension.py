@@ -282,7 +282,9 @@ class Extension:
     def _in_room(self, is_of_code: bool) -> AbstractContextManager[None]:
         """Return the context in which a traceback is shown: without the guard's limit, for good where a cell ends."""
         run = current(self)
-        if not is_of_code or run is None or run.depth > 1:
+        if run is None:
+            return self.guard.paused() if self.in_flight else self.guard.answering()
+        if not is_of_code or run.depth > 1:
             return self.guard.paused()
         self.guard.raised()
         return nullcontext()

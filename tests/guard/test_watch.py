@@ -117,6 +117,13 @@ def test_an_attempt_after_the_failure_is_guarded_again(watch: Watch) -> None:
     watch.settle()
 
 
+def test_what_fails_in_no_cell_is_answered_with_a_limit_of_its_own(watch: Watch) -> None:
+    before = soft()
+    with watch.answering():
+        assert soft() != before
+    assert soft() == before
+
+
 def test_a_cell_beside_another_is_not_guarded_by_itself(watch: Watch) -> None:
     assert watch.arm(1, "x")
     assert not watch.arm(2, "y")
