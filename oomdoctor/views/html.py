@@ -56,7 +56,7 @@ does so from 1,820 pixels on.
 
 def controlled(document: Document, *, is_healed: bool = False) -> str:
     """Return what stands above controls that may be live."""
-    kind = "oomdoctor-answer oomdoctor-healed" if is_healed else "oomdoctor-answer"
+    kind = f"oomdoctor-answer{' oomdoctor-healed' if is_healed else ''}"
     return f'<style>{_CONTROLLED}</style><div class="{kind}">{render(document)}</div>'
 
 
