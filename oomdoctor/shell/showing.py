@@ -87,7 +87,7 @@ class Shown:
         from oomdoctor.views import in_brief
 
         is_healed = case.outcome.kind is OutcomeKind.HEALED
-        told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": _ABOVE}
+        told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": say(_ABOVE)}
         if self._pointer is None:
             self._pointer = _place(told)
         else:
