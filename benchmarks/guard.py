@@ -29,7 +29,7 @@ from starved import GROUPS, group, started_in  # noqa: E402
 
 MIB: Final = 1 << 20
 SMALL, LARGE = 512 * MIB, 1024 * MIB
-LONGEST_S: Final = 240.0
+LONGEST_S: Final = 900.0
 _PIECES: Final = "import numpy as np\nkept = []\nwhile True:\n    kept.append(np.ones({size} << 17))"
 _TRAIN: Final = """\
 for x, y in loader:
@@ -180,7 +180,13 @@ def run(program: Program, *, guarded: bool) -> Seen:
         shown = "" if reply is None else reply.text
         return Seen(
             lives=after is not None and after.stdout.strip() == "42",
-            raised="killed" if reply is None else told["ename"] if told else "nothing",
+            raised="no answer"
+            if reply is None and lives(kernel)
+            else "killed"
+            if reply is None
+            else told["ename"]
+            if told
+            else "nothing",
             at_line=any("-> " in line and program.line in line for line in shown.splitlines()),
             kills=kills(folder) - before,
             seconds=seconds,
@@ -220,7 +226,7 @@ def heal(**_: Any) -> Iterator[str]:
         reply = answered(kernel, _TRAIN)
         seconds = time.monotonic() - began
         if reply is None:
-            yield "training with the guard: the kernel was lost"
+            yield f"training with the guard: {'no answer' if lives(kernel) else 'the kernel was lost'}"
             return
         state = answered(kernel, _DIGEST)
         told = answered(
@@ -310,13 +316,13 @@ def step():
     F.cross_entropy(model(x), y).backward()
     opt.step()
 xs, ys = torch.randn(512, 64), torch.randint(0, 10, (512,))
-for _ in range(20): step()
+for _ in range(5): step()
 took = []
-for _ in range(200):
+for _ in range(50):
     began = time.perf_counter()
     step()
     took.append(time.perf_counter() - began)
-print(sorted(took)[100] * 1e3)
+print(sorted(took)[25] * 1e3)
 """
 
 
