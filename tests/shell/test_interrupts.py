@@ -84,7 +84,8 @@ def test_as_many_as_there_are_restores(shell: InteractiveShell, place: str) -> N
     assert first, shown.stdout + shown.stderr
     assert every
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
-    assert "Interrupted. Everything is as before the cell ran." in shown.stdout
+    told = "\n".join(one.data.get("text/plain", "") for one in shown.outputs)
+    assert "Interrupted. Everything is as before the cell ran." in told, told + shown.stderr
     assert "enforce fail" in shown.stdout, "the failure is told as well"
     assert differing(state_digests(shell.user_ns), before) == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
