@@ -202,8 +202,7 @@ def test_the_answer_to_a_long_output_is_not_in_a_box(open_notebook, width):
     expect(page.told(1).first).to_be_visible(timeout=60_000)
     expect(page.panel(1)).to_contain_text(re.compile(r"Other fixes \(|Settings"), timeout=60_000)
     page.wait_until_idle()
-    page.page.wait_for_timeout(1_000)
-    assert "jp-mod-outputsScrolled" in page.cell(1).get_attribute("class"), "it is long enough for a box"
+    expect(page.cell(1)).to_have_class(re.compile("jp-mod-outputsScrolled"))  # it is long enough for a box
     page.cell(1).evaluate("cell => cell.scrollIntoView({block: 'start'})")
     for seen in (page.told(1).first, page.panel(1)):
         box = seen.bounding_box()
