@@ -9,7 +9,6 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from oomdoctor.guard.gauge import GROUP, Gauge, Reading
 from oomdoctor.guard.interrupt import Interrupt
 from oomdoctor.guard.refusal import CEILING, LEAST, LEAST_SHARE, Refusal
 from oomdoctor.model.sizes import GIB, MIB
+from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import data_limit, reserve
 
 FAR_S: Final = 0.25
@@ -40,7 +40,6 @@ _AGAIN: Final = 16 * MIB
 """What a cell that goes on after an interrupt may take until the next."""
 _SHORT_RATIO: Final = 0.15
 """Share of the machine's memory below which a machine without a limit is watched."""
-_TOP_LEVEL: Final = ("<module>", "<cell line: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +118,7 @@ class Watch:
             self._thread.join(timeout=1.0)
         self.interrupt.remove()
         file_mappings.remove()
-        data_limit.left = _untold
+        data_limit.left = data_limit.untold
         if self.record is not None:
             self.record.remove()
             self.record = None
@@ -330,7 +329,7 @@ class Watch:
         if cell.is_ours:
             return NEAR_S
         if self.record is not None:
-            self._note(self.record, reading, line=self._line())
+            self._note(self.record, reading, line=line_of_cell(threading.main_thread().ident, self._globals))
         return self._interrupt(cell, reading)
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
@@ -366,16 +365,6 @@ class Watch:
             limit=0 if reading is None else reading.limit,
         )
 
-    def _line(self) -> int | None:
-        """Return the line that the cell stands at, the outermost of its own; None where it awaits."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        found = None
-        while frame is not None:
-            if frame.f_globals is self._globals and frame.f_code.co_name.startswith(_TOP_LEVEL):
-                found = frame.f_lineno
-            frame = frame.f_back
-        return found
-
     # In forked copies -----------------------------------------------------------------------------------------
 
     def be_a_copy(self) -> None:
@@ -394,8 +383,3 @@ def _resident() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
-
-
-def _untold() -> int | None:
-    """Tell nothing."""
-    return None

@@ -32,11 +32,12 @@ _ours = -1
 _owner = 0
 
 
-def _untold() -> int | None:
+def untold() -> int | None:
+    """Tell nothing: nobody looks."""
     return None
 
 
-left: Callable[[], int | None] = _untold
+left: Callable[[], int | None] = untold
 """Tells how many bytes can still be had below what the kernel ends processes by, None where nobody looks at that."""
 room: int | None = None
 """Bytes that ours left when the last cell raised, None where it was not in force."""

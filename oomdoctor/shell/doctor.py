@@ -147,7 +147,8 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
     guarded, case = extension.borders.guarded, _looked_at(extension, failure, observe)
     if case is not None:
         guarded("display", lambda: Shown(extension).show(case))
-        gc.collect()
+        if _comes_later(extension, case):  # else it was collected before the diagnosis
+            gc.collect()
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 

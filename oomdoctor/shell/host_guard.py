@@ -16,7 +16,7 @@ from oomdoctor.guard import black_box
 from oomdoctor.guard.watch import Terms, Watch
 from oomdoctor.language import say
 from oomdoctor.model.sizes import format_size, parse_size
-from oomdoctor.shell.mempeak import measured
+from oomdoctor.shell.mempeak import below, measured
 from oomdoctor.shell.outputs import HELP, one_line
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def as_it_runs(source: str) -> str | None:
     head = _HEAD.match(source)
     if head is None or ceiling_of(source) is None:
         return measured(source)
-    body = source[head.end() :]
-    indent = re.match(r"(?:[ \t]*\n)*([ \t]*)", body)
-    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%memlimit\n{body}"
+    return below(head, "memlimit")
 
 
 def run_limited(extension: Extension, line: str, cell: str | None) -> None:

@@ -26,6 +26,7 @@ from oomdoctor.language import say
 from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Accelerator
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell.error_boundary import quietly
 from oomdoctor.shell.outputs import HELP, one_line
@@ -48,8 +49,6 @@ after `torch.cuda.reset_peak_memory_stats()`. Where it told more before, that is
 _EVERY_S: Final = 0.002
 _NEAR: Final = 0.9
 """Share of the increment that a sample has to have seen for its line to be told as that of the peak."""
-_TOP_LEVEL: Final = ("<module>", "<cell line: ")
-"""What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
 _HEAD: Final = re.compile(r"((?:[ \t]*\n)*)%%mempeak[ \t]*(?:#[^\n]*)?\n(?!\s*(?:%%|\Z))")
 """What stands above a cell that is measured; one that begins with another cell magic is for IPython to run."""
 
@@ -59,9 +58,14 @@ def measured(source: str) -> str | None:
     head = _HEAD.match(source)
     if head is None:
         return None
-    body = source[head.end() :]
+    return below(head, "mempeak")
+
+
+def below(head: re.Match[str], magic: str) -> str:
+    """Return a cell below a magic that ``head`` has matched, line for line; its group is the empty lines above."""
+    body = head.string[head.end() :]
     indent = re.match(r"(?:[ \t]*\n)*([ \t]*)", body)
-    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%mempeak\n{body}"
+    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%{magic}\n{body}"
 
 
 @dataclass(slots=True)
@@ -190,11 +194,7 @@ class PeakWatch:
 
     def _line_of_cell(self) -> int | None:
         """Return the line that the cell stands at; where it awaits, the one that was seen last."""
-        frame, found = sys._current_frames().get(self._runs_on), None
-        while frame is not None:
-            if frame.f_globals is self._globals and frame.f_code.co_name.startswith(_TOP_LEVEL):
-                found = frame.f_lineno  # of the outermost: the cell itself
-            frame = frame.f_back
+        found = line_of_cell(self._runs_on, self._globals)
         self._line = self._line if found is None else found
         return self._line
 

@@ -38,15 +38,13 @@ _LOOKING: Final = {
     "text/html": "<strong>Out of memory</strong>: looking at what holds it…",
 }
 
-_NOTES: Final = (_ABOVE, _LOOKING)
-
 
 def _place(told: dict[str, str]) -> Any:
     """Return a place in the output of the cell that runs, with what stands there until more is known."""
     from IPython.display import DisplayHandle
 
     place = DisplayHandle()
-    place.display(dict(zip(told, map(say, told.values()), strict=True)) if told in _NOTES else told, raw=True)
+    place.display(told, raw=True)
     return place
 
 
@@ -72,7 +70,8 @@ class Shown:
         """Hold the places of the answer, its controls, its details and what they put out, above the traceback."""
         shown = cls(extension)
         try:
-            for told in (_LOOKING, _EMPTY, _EMPTY, _EMPTY):
+            looking = {kind: say(text) for kind, text in _LOOKING.items()}
+            for told in (looking, _EMPTY, _EMPTY, _EMPTY):
                 shown._places = (*shown._places, _place(told))
         except BaseException:
             shown.withdraw()
