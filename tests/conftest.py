@@ -24,6 +24,8 @@ _ROOT = Path(__file__).parents[1]
 _LOOK_AROUND = ("allocator", "evidence", "fixes", "forecast", "objects", "retry", "shell", "trial")
 """Folders whose tests take snapshots, censuses or forecasts of their process."""
 _THOROUGH_S = 5
+_SHARES_A_BROWSER = "browser"
+"""The folder whose server, kernel and browser take half a minute to start, whichever of its tests is the first."""
 _OF_TESTS = tuple(str(_ROOT / name) for name in ("tests", "benchmarks", "tools"))
 
 
@@ -42,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(file_forks.MARKER)
         if item.nodeid in seconds:
             item.add_marker(pytest.mark.thorough if seconds[item.nodeid] >= _THOROUGH_S else pytest.mark.slow)
+        elif item.path.parent.name == _SHARES_A_BROWSER:
+            item.add_marker(pytest.mark.slow)
 
 
 def _with_models() -> Generator[None, object, object]:
