@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(_of_rank(target))
     main = _become_main(path, args.arguments)
     shell = _shell_for(path, main)
-    shell.anyway = args.anyway
+    shell.anyway, shell.joins_job = args.anyway, args.auto != "off"
     if args.simulate is not None:
         from oomdoctor.allocator import virtual
 
@@ -200,13 +200,14 @@ class ScriptShell(InteractiveShell):
     Attributes:
         script: its path.
         anyway: whether it is run again although something of the failed run cannot be taken back.
+        joins_job: whether the ranks of a job that a launcher has started are healed together.
     """
 
     display_pub_class = Type(_Publisher)
 
     def __init__(self, script: Path, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.script, self.anyway = script, False
+        self.script, self.anyway, self.joins_job = script, False, False
         self.compile = _Compiler(str(script))
 
     def transform_cell(self, raw_cell: str) -> str:

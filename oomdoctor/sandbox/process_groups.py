@@ -4,8 +4,12 @@ A copy is one rank alone: its connections to the others are severed, and the thr
 group that it makes is one of the same size whose collectives do nothing, and what was made before is kept out of its
 sight and alive, because to destroy a group waits for its threads without an end.
 
+DDP's reducers get their own gradients back from each exchange, as if all ranks had the same batch: torch's ``fake``
+backend gives them no result at all, and fails there.
+
 Limits: a collective leaves its outputs as they are. What a program computes from values of other ranks is another
-value then; sizes that depend on one are wrong.
+value then; sizes that depend on one are wrong. A hook that the program registers for DDP's exchange, as one that
+compresses, is not followed.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Final
+
+from oomdoctor.objects.alive import alive_exactly
 
 _kept_alive: Final[list[Any]] = []
 
@@ -41,6 +48,7 @@ def imitate() -> None:
         yield fake_pg.FakeStore(), own, int(os.environ.get("WORLD_SIZE", "1")) if world_size < 0 else world_size
 
     c10d._new_process_group_helper, c10d.rendezvous = imitated, met
+    _exchange_with_none(had_group is not None)
     if had_group is not None:
         rank, size = had_group
         c10d.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
@@ -68,6 +76,30 @@ def _hide(c10d: Any) -> tuple[int, int] | None:
         unregister()
     world.group_count = 0
     return found if is_from_before else None
+
+
+def _exchange_with_none(has_models: bool) -> None:
+    """Have DDP's reducers get their own gradients back."""
+    import torch
+    from torch.nn.parallel import distributed
+
+    module: Any = distributed
+    ddp, made = module.DistributedDataParallel, module.DistributedDataParallel.__init__
+
+    def exchanged(state: object, bucket: Any) -> Any:
+        answer: Any = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        module.dist._register_comm_hook(self.reducer, None, exchanged)
+
+    ddp.__init__ = init
+    ddp.register_comm_hook = lambda self, state, hook: None
+    for wrapper in alive_exactly(ddp) if has_models else ():
+        with suppress(RuntimeError):  # it has one of the program's already
+            module.dist._register_comm_hook(wrapper.reducer, None, exchanged)
 
 
 is_from_before = False

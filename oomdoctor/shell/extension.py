@@ -44,6 +44,7 @@ from oomdoctor.shell.error_boundary import (
     ran_out,
     source_begun_before,
 )
+from oomdoctor.shell.job import follow_job, join_job
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
@@ -52,6 +53,7 @@ from oomdoctor.shell.showing import Shown
 from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
+    from oomdoctor.pipeline.together import Job
     from oomdoctor.shell.showing import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
@@ -85,6 +87,7 @@ class Extension:
     """oomdoctor in one shell.
 
     Attributes:
+        job: this rank's part in a job of several, None where it is alone.
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
@@ -105,6 +108,7 @@ class Extension:
         self._number = 0
         self.borders = Borders()
         self.in_flight = 0
+        self.job: Job | None = None
         self.memreport, self.to_run = MemReport(shell), ""
 
     # Coming and going -----------------------------------------------------------------------------------------
@@ -118,6 +122,8 @@ class Extension:
         self.shell.configurables.append(self.config)
         register(self)
         self.warming.begin()
+        if getattr(self.shell, "joins_job", False):
+            self.borders.guarded("ranks", lambda: join_job(self))
 
     def remove(self) -> None:
         """Put everything back."""
@@ -129,6 +135,8 @@ class Extension:
         unregister(self)
         self.memreport.end_live()
         self.close()
+        if self.job is not None:
+            self.job.leave()
         self.warming.end()
         if pipeline.simulated() is not None:
             sys.modules["oomdoctor.allocator.virtual"].switch_off()
@@ -156,6 +164,7 @@ class Extension:
         self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
+        in_job = self.job is not None and not is_own(raw_cell) and self.job.begin() is None
         run = Run(self)
         kept = partial(getattr, transaction, "kept_bytes", 0)
         below = quietly(lambda: self._transformed(raw_cell)) if measured(raw_cell) is not None else None
@@ -183,7 +192,10 @@ class Extension:
         if not is_run_again and not is_own(raw_cell):
             note()
         try:
-            return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
+            cell = replace(cell, shown=run.shown)
+            if in_job and self.job is not None and await follow_job(self, self.job, failure, result, cell):
+                return result
+            return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:
             if is_run_again:  # what counts is what the retry leaves
                 note()
@@ -339,6 +351,8 @@ class Extension:
         run = current(self)
         if run is None:
             return False
+        if self.job is not None and (run.is_retry or run.depth == 1):
+            return isinstance(exc, Exception)  # until it is known how the others have ended
         if run.is_retry and isinstance(exc, OomDoctorError):
             return True
         return ran_out(exc) and (

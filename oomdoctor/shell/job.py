@@ -1,0 +1,155 @@
+"""One cell, or one script, as a part of a job of several ranks: how it ends on all of them, and what follows then.
+
+    it ends ─► the word of all ranks ─► all have come to the end: it is done
+                                     ├► one failed: each rank has its own error
+                                     └► memory ran out on one: all are healed together, or none
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from oomdoctor import pipeline
+from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.incident import Family
+from oomdoctor.model.plan import Candidate
+from oomdoctor.retry.release import release, uncollected
+from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
+from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
+from oomdoctor.shell.error_boundary import quietly
+from oomdoctor.shell.showing import Shown
+
+if TYPE_CHECKING:
+    from oomdoctor.pipeline.together import Job
+    from oomdoctor.ranks.circle import Word
+    from oomdoctor.shell.extension import Extension
+
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Whether NCCL's watchdog ends the process when a collective fails: 0 does not. Source: ``ProcessGroupNCCL.hpp``."""
+
+
+def join_job(extension: Extension) -> None:
+    """Take part in the job that a launcher has started this process for; nothing where it has started none.
+
+    NCCL's watchdog is set not to end the process, unless the user has set it.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ.get("RANK"):
+        return
+    from oomdoctor.incident import find_oom as found
+    from oomdoctor.incident import from_exception
+    from oomdoctor.pipeline.together import Job
+    from oomdoctor.ranks.circle import of_environment
+    from oomdoctor.ranks.groups import Groups
+
+    groups = Groups(int(os.environ.get("MASTER_PORT", "0")))
+    circle = of_environment(groups.release)
+    if circle is None:
+        return
+    os.environ.setdefault(_WATCHDOG, "0")
+    groups.watch()
+    job = Job(
+        circle=circle,
+        groups=groups,
+        is_oom=lambda exc: found(exc) is not None,
+        device_of=lambda exc: quietly(lambda: from_exception(exc, {}).device),
+    )
+    extension.job = job
+    atexit.register(job.leave)
+
+
+async def follow_job(extension: Extension, job: Job, failure: BaseException | None, result: Any, run: CellRun) -> bool:
+    """Follow the end of a cell with what the others make of it; return whether it is answered.
+
+    Args:
+        failure: what memory ran out with on this rank, None where it has not.
+        result: the shell's, of the cell.
+    """
+    from oomdoctor.ranks.circle import SilentRank, WordKind
+
+    error = failure or result.error_before_exec or result.error_in_exec
+    try:
+        word = job.end(error)
+    except SilentRank as why:
+        extension.tracebacks.send_held()
+        print(f"oomdoctor: the ranks were not healed together: {why}", file=sys.stderr)
+        return False
+    if word.kind in (WordKind.DONE, WordKind.FAILED):
+        if word.kind is WordKind.FAILED and word.rank != job.circle.rank:
+            print(f"oomdoctor: rank {word.rank} has failed: {word.why}", file=sys.stderr)
+        if failure is None:
+            extension.tracebacks.send_held()
+        return False
+    await _answer(extension, job, word, failure, result, run)
+    return True
+
+
+async def _answer(
+    extension: Extension, job: Job, word: Word, failure: BaseException | None, result: Any, run: CellRun
+) -> None:
+    """Heal this rank together with the others, and show what came of it."""
+    from oomdoctor.pipeline.together import Together, ended_by
+
+    borders, shown = extension.borders, run.shown or Shown(extension)
+    ended = failure or result.error_before_exec or result.error_in_exec or ended_by(word)
+    with uncollected():
+        if failure is not None:
+            case = looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
+        else:
+            case = borders.observed(
+                lambda: _of_peer(observe_cell(extension, ended, result, run), word), lambda: release(ended, extension.shell)
+            )
+    opened = extension.open
+    if case is None or opened is None:
+        job.circle.say("condition", 0, ["", ["memory could not be inspected"], []])
+        extension.tracebacks.send_held()
+        return
+    failing = opened.session.cells.failing
+    attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing))
+    still = [*threads_at_work(), *left_since(opened.beside)]
+    still += filter(None, [await end_since(opened.beside, waits=attempts.waits)])
+
+    def planned() -> tuple[Case, Sequence[Candidate]]:
+        known = borders.guarded("forecast", lambda: plan(extension, case, is_hurried=True)) or case
+        return known, pipeline.admitted(known, extension.config.auto)
+
+    together = Together(
+        job=job,
+        word=word,
+        case=case,
+        session=opened.session,
+        transaction=opened.transaction,
+        plan=planned,
+        losses=still,
+        most_attempts=extension.config.attempts,
+        time_budget_s=extension.config.retry_time_s,
+        plan_s=extension.config.forecast_time_s,
+    )
+    done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)
+    case, error = done or (pipeline.refused(together.case, "oomdoctor itself failed"), None)
+    pipeline.record(case)
+    is_healed = case.outcome.kind is OutcomeKind.HEALED
+    if is_healed:
+        result.error_in_exec, result.result = error, getattr(attempts.last, "result", None)
+        extension.tracebacks.drop_held()
+    elif case.outcome.attempts and result.success:
+        result.error_in_exec = ended
+    extension.shell.last_execution_succeeded, extension.shell.last_execution_result = result.success, result
+    extension.close()
+    if is_healed or failure is None:
+        extension.tracebacks.send_held()
+    else:
+        shown.show_with(extension.tracebacks.send_held, case)
+    borders.guarded("notice", lambda: extension.notice(case))
+
+
+def _of_peer(case: Case, word: Word) -> Case:
+    """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
+    told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
+    terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
+    return pipeline.record(replace(case, incident=replace(case.incident, message=told, **terms)))
+
