@@ -8,14 +8,16 @@ all ranks. Each rank makes the same decisions from the same words, so that nobod
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.model.case import Case, OutcomeKind
+from oomdoctor.model.case import Case, OutcomeKind, RanksTogether
 from oomdoctor.model.fix import Fix, Patch
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.session import Attempt, Session
@@ -62,12 +64,21 @@ class Job:
     Attributes:
         is_oom: tells whether memory ran out with an error.
         device_of: returns the memory that ran out, as the incident names it.
+        ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
+        committed_s: time from there until all had come to the end, None where they have not.
     """
 
     circle: Circle
     groups: Groups
     is_oom: Callable[[BaseException], bool]
     device_of: Callable[[BaseException], str | None]
+    ended_s: float = 0.0
+    seen_s: float = 0.0
+    committed_s: float | None = None
+
+    def note(self) -> None:
+        """Note that what a run has raised was seen."""
+        self.seen_s = time.time()
 
     def leave(self) -> None:
         """Take no part any more: the circle is closed, and groups are made as they were."""
@@ -79,6 +90,7 @@ class Job:
         circle = self.circle
         if circle.epoch >= 0 or circle.restart:
             self.groups.prefix = f"oomdoctor/{circle.restart}/{circle.epoch + 1}"
+        self.seen_s = 0.0
         return circle.begin()
 
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
@@ -90,14 +102,17 @@ class Job:
         Raises:
             SilentRank: other ranks do not answer, or the store does not.
         """
-        circle = self.circle
+        circle, self.ended_s, self.committed_s = self.circle, time.time(), None
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            return circle.finish()
+            word = circle.finish()
+            if word.kind is WordKind.DONE:
+                self.committed_s = time.time() - self.ended_s
+            return word
         why = f"{type(error).__name__}: {error}"[:300]
         if is_unfit:
             return circle.speak(WordKind.UNFIT, why)
         if self.is_oom(error):
-            return circle.speak(WordKind.OUT_OF_MEMORY, why, self.device_of(error) or "")
+            return circle.speak(WordKind.OUT_OF_MEMORY, why, self.device_of(error) or "", self.seen_s)
         # A collective fails as soon as another rank leaves it, and that rank's word may be on its way.
         return circle.heard_within(_NEWS_S) or circle.speak(WordKind.FAILED, why)
 
@@ -126,6 +141,8 @@ class Together:
     plan_s: float
     why: str = ""
     checked: str = ""
+    released_s: float = 0.0
+    agreed_s: float | None = None
     _made: dict[str, Candidate] = field(default_factory=dict)
     _unfit: dict[str, str] = field(default_factory=dict)
     _stated: int = -1
@@ -139,11 +156,20 @@ class Together:
 
     async def heal(self, run: Run) -> tuple[Case, BaseException | None]:
         """Heal; return the case with its outcome, and the error that ended it."""
-        self._begun = self.job.circle.epoch
+        job = self.job
+        self._begun = job.circle.epoch
+        self.released_s = max((job.seen_s or job.ended_s) - self.word.at_s, 0.0)
+        choices = self._choices()
+        try:
+            first = next(choices, None)
+        except SilentRank as silent:
+            self.why, first = str(silent), None
+        if first is None:  # nothing was changed, and nothing is put back
+            return self._with_ranks(refused(self.case, self.why)), None
         try:
             outcome, error = await retry(
                 self.transaction,
-                self._choices(),
+                chain([first], choices),
                 lambda attempt: self._run(attempt, run),
                 accelerator=self.session.accelerator,
                 is_oom=lambda exc: isinstance(exc, PeerOutOfMemory) or self.job.is_oom(exc),
@@ -154,14 +180,27 @@ class Together:
                 writes=bool(self.case.evidence.code.written_anew),
             )
         except SilentRank as why:
-            return refused(self.case, str(why)), None
+            return self._with_ranks(refused(self.case, str(why))), None
         if outcome.kind is not OutcomeKind.HEALED:
             self._leave(outcome.why)
             outcome = replace(outcome, why="; ".join(dict.fromkeys(filter(None, (self.why, outcome.why)))))
         else:
             outcome = replace(outcome, checked=self.checked)
         made = next(filter(None, map(self._made.get, outcome.fixes)), None)
-        return replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made), outcome=outcome), error
+        case = replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made), outcome=outcome)
+        return self._with_ranks(case), error
+
+    def _with_ranks(self, case: Case) -> Case:
+        circle = self.job.circle
+        ranks = RanksTogether(
+            rank=circle.rank,
+            world=circle.world,
+            first=self.word.rank,
+            released_s=self.released_s,
+            agreed_s=self.agreed_s,
+            committed_s=self.job.committed_s,
+        )
+        return replace(case, outcome=replace(case.outcome, ranks=ranks))
 
     # What all agree on --------------------------------------------------------------------------------------------
 
@@ -240,6 +279,7 @@ class Together:
     def _choice(self, offer: Offer, dose: OfferedDose) -> Choice:
         known = [fixes.get(fix) for fix in offer.made_of]
         self.checked, self._begun = offer.checked, self._begun + 1
+        self.agreed_s = time.time() - self.job.ended_s
         self._made.setdefault(
             dose.label,
             Candidate(

@@ -58,12 +58,18 @@ class WordKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """How an epoch ended: ``rank`` has said so, and ``why``; ``device`` is the memory that ran out."""
+    """How an epoch ended: ``rank`` has said so, and ``why``.
+
+    Attributes:
+        device: the memory that ran out.
+        at_s: when that was, by the clock of the rank.
+    """
 
     kind: WordKind
     rank: int
     why: str = ""
     device: str = ""
+    at_s: float = 0.0
 
 
 class Circle:
@@ -89,8 +95,9 @@ class Circle:
         restart: int = 0,
         release: Callable[[], object] = lambda: None,
     ) -> None:
-        import torch.distributed as dist
+        import torch.distributed as distributed
 
+        dist: Any = distributed
         self.rank, self.world, self.epoch = rank, world, -1
         self.restart, self._release = restart, release
         self._word: Word | None = None
@@ -158,12 +165,12 @@ class Circle:
         """How this epoch has ended, None as long as it has not."""
         return self._word
 
-    def speak(self, kind: WordKind, why: str = "", device: str = "") -> Word:
+    def speak(self, kind: WordKind, why: str = "", device: str = "", at_s: float = 0.0) -> Word:
         """Say how the epoch ends, and return how it did: another rank may have been the first to say.
 
         This rank is out of its collectives on return, and the others are on their way.
         """
-        own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, device=device)))
+        own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, device=device, at_s=at_s or time.time())))
         self._store.compare_set(f"word/{self.epoch}", "", own)
         self._ring(range(self.world))
         return self.wait_for_word(_ANSWER_S)

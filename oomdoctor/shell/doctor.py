@@ -173,6 +173,7 @@ def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
 
 
 def observe_cell(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
+    """Return the case of a failure of a cell, which can be run again from here on where it has a snapshot."""
     shell = extension.shell
     number = result.execution_count or shell.execution_count
     is_kept = run.transaction is not None and run.transaction.is_kept

@@ -336,6 +336,8 @@ class Extension:
     def _saw(self, exc: BaseException) -> None:
         """Note an exception that is about to be shown: one that memory ran out with, and of a retry any."""
         run = current(self)
+        if run is not None and self.job is not None:
+            self.job.note()
         if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
             run.failure = exc
 

@@ -1,8 +1,7 @@
 """One cell, or one script, as a part of a job of several ranks: how it ends on all of them, and what follows then.
 
-    it ends ─► the word of all ranks ─► all have come to the end: it is done
-                                     ├► one failed: each rank has its own error
-                                     └► memory ran out on one: all are healed together, or none
+Where all have come to the end, it is done. Where one has failed, each rank has its own error. Where memory ran out on
+one, all are healed together, or none is.
 """
 
 from __future__ import annotations
@@ -97,24 +96,20 @@ async def _answer(
     borders, shown = extension.borders, run.shown or Shown(extension)
     ended = failure or result.error_before_exec or result.error_in_exec or ended_by(word)
     with uncollected():
-        if failure is not None:
-            case = looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
-        else:
-            case = borders.observed(
-                lambda: _of_peer(observe_cell(extension, ended, result, run), word), lambda: release(ended, extension.shell)
-            )
+        found = _observed(extension, failure, ended, word, result, run)
     opened = extension.open
-    if case is None or opened is None:
+    if found is None or opened is None:
         job.circle.say("condition", 0, ["", ["memory could not be inspected"], []])
         extension.tracebacks.send_held()
         return
+    case: Case = found
     failing = opened.session.cells.failing
     attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing))
     still = [*threads_at_work(), *left_since(opened.beside)]
     still += filter(None, [await end_since(opened.beside, waits=attempts.waits)])
 
     def planned() -> tuple[Case, Sequence[Candidate]]:
-        known = borders.guarded("forecast", lambda: plan(extension, case, is_hurried=True)) or case
+        known: Case = borders.guarded("forecast", lambda: plan(extension, found, is_hurried=True)) or found
         return known, pipeline.admitted(known, extension.config.auto)
 
     together = Together(
@@ -147,9 +142,19 @@ async def _answer(
     borders.guarded("notice", lambda: extension.notice(case))
 
 
+def _observed(
+    extension: Extension, failure: BaseException | None, ended: BaseException, word: Word, result: Any, run: CellRun
+) -> Case | None:
+    """Return the case of this rank, as far as it could be looked at."""
+    if failure is not None:
+        return looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
+    return extension.borders.observed(
+        lambda: _of_peer(observe_cell(extension, ended, result, run), word), lambda: release(ended, extension.shell)
+    )
+
+
 def _of_peer(case: Case, word: Word) -> Case:
     """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
     told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
     terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
     return pipeline.record(replace(case, incident=replace(case.incident, message=told, **terms)))
-
