@@ -65,16 +65,12 @@ CASES = {
     "backward": Case(where="backward"),
     "step, half-way": Case(where="step", simulate="96MiB", settings={"HELD": "36"}),
     "two at once": Case(where="backward", ranks="0,1"),
-    "after the last collective": Case(where="late"),
-    "RLIMIT_DATA, backward": Case(
-        where="backward", simulate=None, settings={"GREED": str(2 << 20), "CAP": "1500"}
-    ),
+    "after the last collective": Case(where="late", simulate="96MiB", settings={"HELD": "30"}),
+    "RLIMIT_DATA, backward": Case(where="backward", simulate=None, settings={"GREED": str(2 << 20), "CAP": "1500"}),
     "a user's error on rank 0": Case(
         where="nowhere", lines={_IN_STEP: f"{_SECOND}raise ValueError('a mistake')"}, heals=False
     ),
-    "rank 0 killed (-9)": Case(
-        where="nowhere", lines={_IN_STEP: f"{_SECOND}os.kill(os.getpid(), 9)"}, heals=False
-    ),
+    "rank 0 killed (-9)": Case(where="nowhere", lines={_IN_STEP: f"{_SECOND}os.kill(os.getpid(), 9)"}, heals=False),
     "rank 0 votes no": Case(
         where="backward",
         lines={"# before": "if rank == 0:\n    print('began', file=open(os.environ['OUT'] + '.log', 'a'))"},
@@ -182,7 +178,7 @@ def row(name: str, case: Case, world: int, folder: Path) -> tuple[str, bool]:
     if case.heals:
         fresh = job(folder / "fresh", case, world, changed(source, healed.diff), with_oomdoctor=False)
         is_same = None not in fresh.left and same(healed.left, fresh.left)
-        ends = f"healed by {told[0]['fixes'][0]}" if told else "nothing to heal"
+        ends = f"healed by {'; '.join(told[0]['fixes'])}" if told else "nothing to heal"
         is_right = healed.status == 0 and is_same
         ends += f", {world}/{world} the same" if is_right else f", NOT the same (status {healed.status})"
     else:

@@ -38,7 +38,8 @@ _REACH_S: Final = 120.0
 """Time that a rank gets to come out of what it is doing when it is released: a long step, until its next collective."""
 _OFFER_S: Final = 600.0
 """Time for the plan and the trial of the rank that leads."""
-_LEAST_PART: Final = 3
+_LONGEST: Final = 300
+_MOST_FORECASTS: Final = 3
 """Voters forecast as many doses of an offer at the most: the mildest, and where it does not fit stronger ones."""
 
 
@@ -48,6 +49,10 @@ class PeerOutOfMemory(RuntimeError):
 
 class PeerFailed(RuntimeError):
     """Another rank of the job has failed, so that this one ended with it."""
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 def ended_by(word: Word) -> BaseException:
@@ -63,7 +68,6 @@ class Job:
 
     Attributes:
         is_oom: tells whether memory ran out with an error.
-        device_of: returns the memory that ran out, as the incident names it.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
     """
@@ -71,14 +75,15 @@ class Job:
     circle: Circle
     groups: Groups
     is_oom: Callable[[BaseException], bool]
-    device_of: Callable[[BaseException], str | None]
     ended_s: float = 0.0
     seen_s: float = 0.0
     committed_s: float | None = None
 
-    def note(self) -> None:
-        """Note that what a run has raised was seen."""
+    def note(self, error: BaseException) -> None:
+        """Note that what a run ends with was seen; where memory ran out, the others are told at once."""
         self.seen_s = time.time()
+        if self.is_oom(error):
+            self.circle.announce(WordKind.OUT_OF_MEMORY, _told(error), self.seen_s)
 
     def leave(self) -> None:
         """Take no part any more: the circle is closed, and groups are made as they were."""
@@ -108,11 +113,11 @@ class Job:
             if word.kind is WordKind.DONE:
                 self.committed_s = time.time() - self.ended_s
             return word
-        why = f"{type(error).__name__}: {error}"[:300]
+        why = _told(error)
         if is_unfit:
             return circle.speak(WordKind.UNFIT, why)
         if self.is_oom(error):
-            return circle.speak(WordKind.OUT_OF_MEMORY, why, self.device_of(error) or "", self.seen_s)
+            return circle.speak(WordKind.OUT_OF_MEMORY, why, self.seen_s)
         # A collective fails as soon as another rank leaves it, and that rank's word may be on its way.
         return circle.heard_within(_NEWS_S) or circle.speak(WordKind.FAILED, why)
 
@@ -266,7 +271,7 @@ class Together:
                 return None
             own = self._vote(offer)
             circle.say("vote", at, [own.least, own.why])
-            limit_s = _REACH_S + self.plan_s * _LEAST_PART
+            limit_s = _REACH_S + self.plan_s * _MOST_FORECASTS
             votes = [
                 Vote(rank=rank, least=least, why=why)
                 for rank, (least, why) in enumerate(circle.hear("vote", at, range(circle.world), limit_s))
@@ -314,7 +319,7 @@ class Together:
         if self.leads:
             return Vote(rank=circle.rank, least=0)
         needed = ""
-        for at, dose in list(enumerate(offer.doses))[:_LEAST_PART]:
+        for at, dose in list(enumerate(offer.doses))[:_MOST_FORECASTS]:
             forecast = self._forecast(offer, dose)
             if forecast.fits is not False:
                 return Vote(rank=circle.rank, least=at, why=forecast.refused or "")
@@ -387,7 +392,7 @@ class Together:
         try:
             error = await run(attempt)
         except BaseException as exc:
-            job.circle.speak(WordKind.FAILED, f"{type(exc).__name__}: {exc}"[:300])
+            job.circle.announce(WordKind.FAILED, _told(exc))
             raise
         is_unfit = bool(self.transaction.stopped) or isinstance(error, OomDoctorError)
         if is_unfit and error is None:

@@ -61,14 +61,12 @@ class Word:
     """How an epoch ended: ``rank`` has said so, and ``why``.
 
     Attributes:
-        device: the memory that ran out.
         at_s: when that was, by the clock of the rank.
     """
 
     kind: WordKind
     rank: int
     why: str = ""
-    device: str = ""
     at_s: float = 0.0
 
 
@@ -165,14 +163,20 @@ class Circle:
         """How this epoch has ended, None as long as it has not."""
         return self._word
 
-    def speak(self, kind: WordKind, why: str = "", device: str = "", at_s: float = 0.0) -> Word:
-        """Say how the epoch ends, and return how it did: another rank may have been the first to say.
+    def announce(self, kind: WordKind, why: str = "", at_s: float = 0.0) -> None:
+        """Say how the epoch ends; another rank may have been the first to say."""
+        if self._word is not None:
+            return
+        own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, at_s=at_s or time.time())))
+        self._store.compare_set(f"word/{self.epoch}", "", own)
+        self._ring(range(self.world))
+
+    def speak(self, kind: WordKind, why: str = "", at_s: float = 0.0) -> Word:
+        """Say how the epoch ends, and return how it did.
 
         This rank is out of its collectives on return, and the others are on their way.
         """
-        own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, device=device, at_s=at_s or time.time())))
-        self._store.compare_set(f"word/{self.epoch}", "", own)
-        self._ring(range(self.world))
+        self.announce(kind, why, at_s)
         return self.wait_for_word(_ANSWER_S)
 
     def wait_for_word(self, limit_s: float | None) -> Word:

@@ -336,8 +336,6 @@ class Extension:
     def _saw(self, exc: BaseException) -> None:
         """Note an exception that is about to be shown: one that memory ran out with, and of a retry any."""
         run = current(self)
-        if run is not None and self.job is not None:
-            self.job.note()
         if run is not None and (run.is_retry or self.borders.guarded("recognition", lambda: find_oom(exc))):
             run.failure = exc
 
@@ -353,7 +351,8 @@ class Extension:
         run = current(self)
         if run is None:
             return False
-        if self.job is not None and (run.is_retry or run.depth == 1):
+        if (job := self.job) is not None and (run.is_retry or run.depth == 1):
+            self.borders.guarded("ranks", lambda: job.note(exc))
             return isinstance(exc, Exception)  # until it is known how the others have ended
         if run.is_retry and isinstance(exc, OomDoctorError):
             return True

@@ -20,7 +20,6 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
 from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
-from oomdoctor.shell.error_boundary import quietly
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ def join_job(extension: Extension) -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ.get("RANK"):
         return
     from oomdoctor.incident import find_oom as found
-    from oomdoctor.incident import from_exception
     from oomdoctor.pipeline.together import Job
     from oomdoctor.ranks.circle import of_environment
     from oomdoctor.ranks.groups import Groups
@@ -55,7 +53,6 @@ def join_job(extension: Extension) -> None:
         circle=circle,
         groups=groups,
         is_oom=lambda exc: found(exc) is not None,
-        device_of=lambda exc: quietly(lambda: from_exception(exc, {}).device),
     )
     extension.job = job
     atexit.register(job.leave)
