@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     shell.run_line_magic("oomdoctor", f"auto {args.auto}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
-        result = shell.run_cell(source, store_history=True)  # type: ignore[no-untyped-call]
+        result = shell.run_cell(shell.source or source, store_history=True)  # type: ignore[no-untyped-call]
     _write(args, path)
     return _status(result.error_before_exec or result.error_in_exec)
 
@@ -200,6 +200,7 @@ class ScriptShell(InteractiveShell):
     Attributes:
         script: its path.
         anyway: whether it is run again although something of the failed run cannot be taken back.
+        source: the changed text that a restarted job begins with, None where it is the script's own.
         joins_job: whether the ranks of a job that a launcher has started are healed together.
     """
 
@@ -208,6 +209,7 @@ class ScriptShell(InteractiveShell):
     def __init__(self, script: Path, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.script, self.anyway, self.joins_job = script, False, False
+        self.source: str | None = None
         self.compile = _Compiler(str(script))
 
     def transform_cell(self, raw_cell: str) -> str:

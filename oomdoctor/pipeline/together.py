@@ -8,8 +8,11 @@ all ranks. Each rank makes the same decisions from the same words, so that nobod
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -27,6 +30,7 @@ from oomdoctor.pipeline.failure import budget_of, refused, uncounted
 from oomdoctor.pipeline.healing import Checks
 from oomdoctor.ranks.circle import Circle, SilentRank, Word, WordKind
 from oomdoctor.ranks.groups import Groups
+from oomdoctor.ranks.restart import Terminated, WrittenDown, end_as_an_error, restarts_left, write_down
 from oomdoctor.ranks.vote import Condition, Offer, OfferedDose, Vote, decide, digest, objection
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
@@ -70,6 +74,7 @@ class Job:
         is_oom: tells whether memory ran out with an error.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
+        stuck: why this rank cannot be released; empty where it was.
     """
 
     circle: Circle
@@ -78,6 +83,7 @@ class Job:
     ended_s: float = 0.0
     seen_s: float = 0.0
     committed_s: float | None = None
+    stuck: str = ""
 
     def note(self, error: BaseException) -> None:
         """Note that what a run ends with was seen; where memory ran out, the others are told at once."""
@@ -116,10 +122,16 @@ class Job:
         why = _told(error)
         if is_unfit:
             return circle.speak(WordKind.UNFIT, why)
-        if self.is_oom(error):
-            return circle.speak(WordKind.OUT_OF_MEMORY, why, self.seen_s)
-        # A collective fails as soon as another rank leaves it, and that rank's word may be on its way.
-        return circle.heard_within(_NEWS_S) or circle.speak(WordKind.FAILED, why)
+        try:
+            if self.is_oom(error):
+                return circle.speak(WordKind.OUT_OF_MEMORY, why, self.seen_s)
+            # A collective fails as soon as another rank leaves it, and that rank's word may be on its way.
+            return circle.heard_within(_NEWS_S) or circle.speak(WordKind.FAILED, why)
+        except SilentRank as silent:
+            if circle.word is None:
+                raise
+            self.stuck = str(silent)
+            return circle.word
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,6 +165,7 @@ class Together:
     _stated: int = -1
     _begun: int = -1
     _rounds: int = 0
+    _offer: Offer | None = None
 
     @property
     def leads(self) -> bool:
@@ -164,28 +177,34 @@ class Together:
         job = self.job
         self._begun = job.circle.epoch
         self.released_s = max((job.seen_s or job.ended_s) - self.word.at_s, 0.0)
-        choices = self._choices()
         try:
-            first = next(choices, None)
+            with end_as_an_error():
+                return await self._healed(run)
         except SilentRank as silent:
-            self.why, first = str(silent), None
+            why = f"{silent}{self._written_down()}"
+        except Terminated:
+            self._written_down()
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+        return self._with_ranks(refused(self.case, why)), None
+
+    async def _healed(self, run: Run) -> tuple[Case, BaseException | None]:
+        choices = self._choices()
+        first = next(choices, None)
         if first is None:  # nothing was changed, and nothing is put back
             return self._with_ranks(refused(self.case, self.why)), None
-        try:
-            outcome, error = await retry(
-                self.transaction,
-                chain([first], choices),
-                lambda attempt: self._run(attempt, run),
-                accelerator=self.session.accelerator,
-                is_oom=lambda exc: isinstance(exc, PeerOutOfMemory) or self.job.is_oom(exc),
-                most_attempts=self.most_attempts + 1,  # what ends it is agreed on
-                time_budget_s=float("inf"),
-                unfit=self._unfit,
-                shell=self.session.shell,
-                writes=bool(self.case.evidence.code.written_anew),
-            )
-        except SilentRank as why:
-            return self._with_ranks(refused(self.case, str(why))), None
+        outcome, error = await retry(
+            self.transaction,
+            chain([first], choices),
+            lambda attempt: self._run(attempt, run),
+            accelerator=self.session.accelerator,
+            is_oom=lambda exc: isinstance(exc, PeerOutOfMemory) or self.job.is_oom(exc),
+            most_attempts=self.most_attempts + 1,  # what ends it is agreed on
+            time_budget_s=float("inf"),
+            unfit=self._unfit,
+            shell=self.session.shell,
+            writes=bool(self.case.evidence.code.written_anew),
+        )
         if outcome.kind is not OutcomeKind.HEALED:
             self._leave(outcome.why)
             outcome = replace(outcome, why="; ".join(dict.fromkeys(filter(None, (self.why, outcome.why)))))
@@ -236,24 +255,47 @@ class Together:
         calls = (f"{call} cannot be taken back" for call in code.not_repeatable)
         losses = (*self.losses, *self.transaction.losses(), *calls, *filter(None, [self.job.groups.refused]))
         text = digest([self.session.cells.failing.source])
-        own = Condition(rank=circle.rank, program=text, losses=tuple(losses), unfit=tuple(self._unfit))
+        stuck = self.job.stuck
+        own = Condition(rank=circle.rank, program=text, losses=tuple(losses), unfit=tuple(self._unfit), stuck=stuck)
         self._stated, self._rounds = circle.epoch, 0
-        circle.say("condition", 0, [own.program, own.losses, own.unfit])
+        circle.say("condition", 0, [own.program, own.losses, own.unfit, own.stuck])
         told = circle.hear("condition", 0, range(circle.world), _REACH_S)
         conditions = [
-            Condition(rank=rank, program=program, losses=tuple(losses), unfit=tuple(unfit))
-            for rank, (program, losses, unfit) in enumerate(told)
+            Condition(rank=rank, program=program, losses=tuple(losses), unfit=tuple(unfit), stuck=stuck)
+            for rank, (program, losses, unfit, stuck) in enumerate(told)
         ]
         for one in conditions:
             for fix in one.unfit:
                 self._unfit.setdefault(fix, f"it is unfit for the program on rank {one.rank}")
-        return objection(conditions)
+        why = objection(conditions)
+        if any(one.stuck for one in conditions):
+            why = f"{why}{self._written_down()}"
+            circle.say("written", 0, "")
+            circle.hear("written", 0, range(circle.world), _OFFER_S)  # who ends first ends the job
+        return why
+
+    def _written_down(self) -> str:
+        """Write the likeliest change down for a restart, where there is one to come; return that it was, in words."""
+        circle = self.job.circle
+        if not self.leads or restarts_left() <= 0:
+            return ""
+        offer = self._offer or next(self._offers())
+        failing = self.session.cells.failing
+        edits = offer.doses[0].patch.edits if offer.doses else ()
+        if len(edits) != 1 or edits[0].cell != failing.number:
+            return ""
+        dose, text = offer.doses[0], digest([failing.source])
+        change = WrittenDown(program=text, source=edits[0].after, label=dose.label, rank=circle.rank)
+        with suppress(SilentRank):
+            write_down(circle, change)
+            return f"; {dose.label} is written down, and the restart begins with it"
+        return ""
 
     def _leave(self, why: str) -> None:
         """Say that this rank goes on no more, where the others may still wait for its condition."""
         circle = self.job.circle
         if self._stated < circle.epoch:
-            circle.say("condition", 0, ["", [why or "nothing more is tried"], []])
+            circle.say("condition", 0, ["", [why or "nothing more is tried"], [], ""])
 
     def _agreed(self, offers: Iterator[Offer] | None) -> Choice | None:
         """Return the next change that all ranks make, None where there is none."""
@@ -266,6 +308,7 @@ class Together:
             else:
                 (told,) = circle.hear("offer", at, [self.word.rank], _OFFER_S)
                 offer = Offer.from_plain(told)
+            self._offer = offer if offer.doses else None
             if not offer.doses:
                 self.why = "; ".join(dict.fromkeys([*whys, offer.why]))
                 return None

@@ -70,6 +70,24 @@ class Word:
     at_s: float = 0.0
 
 
+class _Store:
+    """The job's store; what it does not answer is a ``SilentRank``."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        asked = getattr(self._store, name)
+
+        def answered(*args: Any) -> Any:
+            try:
+                return asked(*args)
+            except RuntimeError as error:
+                raise SilentRank(f"the job's store does not answer ({type(error).__name__})") from None
+
+        return answered
+
+
 class Circle:
     """This rank among the ranks of its job.
 
@@ -80,6 +98,7 @@ class Circle:
 
     Attributes:
         epoch: number of the run that is on, -1 before the first.
+        store_of: returns the part of the store for the job as it was started for the n-th time.
         released_s: when this rank was released in this epoch, by ``time.monotonic``; None where it was not.
     """
 
@@ -105,11 +124,11 @@ class Circle:
         self._lost = ""
         self._own: list[tuple[int, str]] = []
 
-        def connection() -> Any:
-            terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
-            return dist.PrefixStore(f"oomdoctor/{restart}/", dist.TCPStore(host, port, None, **terms))
-
-        self._store, self._bell = connection(), connection()
+        terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
+        connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
+        self.store_of: Callable[[int], Any] = lambda of: _Store(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
+        self._store = self.store_of(restart)
+        self._bell: Any = dist.PrefixStore(f"oomdoctor/{restart}/", connections[1])
         self._thread = threading.Thread(target=self._listen, name="oomdoctor-ranks", daemon=True)
         self._thread.start()
 
@@ -276,7 +295,7 @@ class Circle:
         if not self._is_listening:
             return
         self._is_listening = False
-        with suppress(RuntimeError):  # the store is gone
+        with suppress(SilentRank):  # the store is gone
             for _, key in self._own:
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")

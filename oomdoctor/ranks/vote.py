@@ -84,10 +84,12 @@ class Condition:
         program: digest of its program: a change is one of the same text on all ranks.
         losses: what it did that cannot be taken back, a sentence each.
         unfit: ids of the fixes that found themselves unfit for its program.
+        stuck: why it cannot go on, so that only a restart helps; empty where it can.
     """
 
     rank: int
     program: str
+    stuck: str = ""
     losses: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
 
@@ -99,6 +101,9 @@ def digest(texts: Sequence[str]) -> str:
 
 def objection(conditions: Sequence[Condition]) -> str | None:
     """Return why no change is made on any rank, None where nothing stands against it."""
+    for one in conditions:
+        if one.stuck:
+            return f"rank {one.rank}: {one.stuck}; only a restart helps"
     for one in conditions:
         if one.losses:
             return f"rank {one.rank}: {'; '.join(one.losses)}"

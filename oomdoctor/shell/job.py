@@ -17,6 +17,7 @@ from oomdoctor import pipeline
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate
+from oomdoctor.program.compiled import source_of
 from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
 from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
@@ -42,6 +43,8 @@ def join_job(extension: Extension) -> None:
     from oomdoctor.pipeline.together import Job
     from oomdoctor.ranks.circle import of_environment
     from oomdoctor.ranks.groups import Groups
+    from oomdoctor.ranks.restart import read
+    from oomdoctor.ranks.vote import digest
 
     groups = Groups(int(os.environ.get("MASTER_PORT", "0")))
     circle = of_environment(groups.release)
@@ -56,6 +59,11 @@ def join_job(extension: Extension) -> None:
     )
     extension.job = job
     atexit.register(job.leave)
+    script = getattr(extension.shell, "script", None)
+    if script is not None and (change := read(circle, digest([source_of(script)]))) is not None:
+        extension.shell.source = change.source
+        told = f"{script.name} begins with {change.label}, which rank {change.rank} has written down before the restart"
+        print(f"oomdoctor: {told}", file=sys.stderr)
 
 
 async def follow_job(extension: Extension, job: Job, failure: BaseException | None, result: Any, run: CellRun) -> bool:
@@ -96,7 +104,7 @@ async def _answer(
         found = _observed(extension, failure, ended, word, result, run)
     opened = extension.open
     if found is None or opened is None:
-        job.circle.say("condition", 0, ["", ["memory could not be inspected"], []])
+        job.circle.say("condition", 0, ["", ["memory could not be inspected"], [], ""])
         extension.tracebacks.send_held()
         return
     case: Case = found

@@ -1,7 +1,7 @@
 """A training on several ranks, as a user would write it, that runs out of memory where the environment says.
 
 ``WHERE``: ``forward``, ``backward``, ``step``, ``late`` (after the last collective) or ``nowhere``; ``RANKS``: on which
-ranks; ``OUT``: where what is left goes. ``benchmarks/ranks.py`` writes what else happens in the place of comments.
+ranks; ``OUT``: where what is left goes. ``jobs.source_of`` writes what else happens in the place of comments.
 """
 
 import os
