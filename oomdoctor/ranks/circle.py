@@ -218,7 +218,8 @@ class Circle:
                 # In pieces: a signal is heeded between them.
                 self._news.wait(max(min(_ASK_S, end - time.monotonic()), 0.0))
             if time.monotonic() >= end:
-                what = "there was no answer from the store" if word is None else "this rank could not be released"
+                is_stuck = self._word is not None
+                what = "this rank could not be released" if is_stuck else "there was no answer from the store"
                 raise SilentRank(f"{what} within {_ANSWER_S:.0f} s")
             if word is None and limit_s is None:
                 others.feel(peers)
