@@ -35,7 +35,10 @@ from oomdoctor.ranks.vote import Condition, Offer, OfferedDose, Vote, decide, di
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
 from oomdoctor.retry.heal import Run
+from oomdoctor.sandbox import process_groups
 
+_BEGUN_S: Final = 3.0
+"""Time in which a cell that was sent to all ranks has begun on each."""
 _NEWS_S: Final = 1.0
 """Time in which another rank's word arrives, after a collective with it has failed."""
 _REACH_S: Final = 120.0
@@ -74,6 +77,7 @@ class Job:
         is_oom: tells whether memory ran out with an error.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
+        in_cells: whether the runs are cells, which some ranks may run without the others, of one long-lived group.
         stuck: why this rank cannot be released; empty where it was.
     """
 
@@ -84,11 +88,13 @@ class Job:
     seen_s: float = 0.0
     committed_s: float | None = None
     stuck: str = ""
+    in_cells: bool = False
+    _sequence: int = 0
 
     def note(self, error: BaseException) -> None:
         """Note that what a run ends with was seen; where memory ran out, the others are told at once."""
         self.seen_s = time.time()
-        if self.is_oom(error):
+        if self.is_oom(error) and not self._is_alone():
             self.circle.announce(WordKind.OUT_OF_MEMORY, _told(error), self.seen_s)
 
     def leave(self) -> None:
@@ -101,8 +107,28 @@ class Job:
         circle = self.circle
         if circle.epoch >= 0 or circle.restart:
             self.groups.prefix = f"oomdoctor/{circle.restart}/{circle.epoch + 1}"
-        self.seen_s = 0.0
+        self.seen_s, self._sequence = 0.0, self.groups.sequence() if self.in_cells else 0
+        process_groups.is_from_before = self.in_cells
         return circle.begin()
+
+    def _is_alone(self) -> bool:
+        """Whether other ranks do not run the cell that this one runs."""
+        return self.in_cells and self.circle.word is None and bool(self.circle.missing(_BEGUN_S))
+
+    def is_apart(self, error: BaseException | None) -> bool:
+        """Return whether the others have no part in the cell that this rank has run; then its epoch is none."""
+        if not self.in_cells or self.circle.word is not None:
+            return False
+        is_apart = self.groups.sequence() == self._sequence if error is None else self._is_alone()
+        if is_apart:
+            self.circle.withdraw()
+        return is_apart
+
+    def mend(self) -> None:
+        """Make the group anew that was released, so that later cells have one. All ranks do so at the same time."""
+        if self.in_cells:
+            self.groups.prefix = f"oomdoctor/{self.circle.restart}/{self.circle.epoch}/mended"
+            self.groups.renew()
 
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
         """Say how this rank's run has ended, and return how the epoch ends on all ranks.
@@ -143,7 +169,7 @@ class Together:
         plan: of the rank that leads, returns its case with a plan, and what of it may be tried.
         losses: what this rank did that cannot be taken back, beside what the transaction and the code tell.
         most_attempts: how many attempts may run out of memory; ``plan_s``: time for the forecasts of one offer.
-        why: why nothing more is tried.
+        why: why nothing more is tried; ``is_silent``: because a rank does not answer.
     """
 
     job: Job
@@ -157,6 +183,7 @@ class Together:
     time_budget_s: float
     plan_s: float
     why: str = ""
+    is_silent: bool = False
     checked: str = ""
     released_s: float = 0.0
     agreed_s: float | None = None
@@ -181,7 +208,7 @@ class Together:
             with end_as_an_error():
                 return await self._healed(run)
         except SilentRank as silent:
-            why = f"{silent}{self._written_down()}"
+            why, self.is_silent = f"{silent}{self._written_down()}", True
         except Terminated:
             self._written_down()
             os.kill(os.getpid(), signal.SIGTERM)
@@ -253,7 +280,8 @@ class Together:
         """Say in what condition this rank is; return why no change is made, None where one may be."""
         code, circle = self.case.evidence.code, self.job.circle
         calls = (f"{call} cannot be taken back" for call in code.not_repeatable)
-        losses = (*self.losses, *self.transaction.losses(), *calls, *filter(None, [self.job.groups.refused]))
+        parts = ["a group of some of the ranks cannot be made anew"] * (self.job.in_cells and self.job.groups.has_parts)
+        losses = (*parts, *self.losses, *self.transaction.losses(), *calls, *filter(None, [self.job.groups.refused]))
         text = digest([self.session.cells.failing.source])
         stuck = self.job.stuck
         own = Condition(rank=circle.rank, program=text, losses=tuple(losses), unfit=tuple(self._unfit), stuck=stuck)
@@ -429,10 +457,13 @@ class Together:
     async def _run(self, attempt: Attempt, run: Run) -> BaseException | None:
         """Run an attempt on this rank, and return what it ended with on all of them."""
         job = self.job
-        job.groups.destroy()
+        if not job.in_cells:
+            job.groups.destroy()
         if (word := job.begin()) is not None:
             return ended_by(word)
         try:
+            if job.in_cells:
+                job.groups.renew()
             error = await run(attempt)
         except BaseException as exc:
             job.circle.announce(WordKind.FAILED, _told(exc))

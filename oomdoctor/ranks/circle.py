@@ -9,7 +9,7 @@ rank has run out of memory, or has failed otherwise, or all have come to their e
     word/EPOCH              how the epoch ended
     done/EPOCH              how many ranks have come to the end of it
     read/EPOCH              how many have read that all have, so that the last one clears away
-    alive/RANK              counts the answers of a rank's thread
+    alive/RANK              counts the answers of a rank's thread; at/RANK: the epoch that it was in then
     TOPIC/EPOCH/ROUND/RANK  what a rank has to say in the talk after an epoch
 
 All keys stand below ``oomdoctor/`` and the number of the job's restart. A job in which nothing happened leaves none.
@@ -38,6 +38,8 @@ _TALK_S: Final = 0.02
 """Time between two looks at the store while the ranks talk after an incident."""
 _ASK_S: Final = 3.0
 """Time between two questions whether the ranks that are waited for are alive."""
+_APART_S: Final = 5.0
+"""Time in which a cell that was sent to all ranks has begun on each."""
 SILENT_S: Final = 20.0
 """Time after which a rank whose thread has not answered is given up: it was killed or stopped."""
 
@@ -98,6 +100,8 @@ class Circle:
 
     Attributes:
         epoch: number of the run that is on, -1 before the first.
+        kept: what has to live as long as the circle, as the server of the store.
+        asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
         store_of: returns the part of the store for the job as it was started for the n-th time.
         released_s: when this rank was released in this epoch, by ``time.monotonic``; None where it was not.
     """
@@ -123,6 +127,7 @@ class Circle:
         self._news = threading.Condition()
         self._lost = ""
         self._own: list[tuple[int, str]] = []
+        self.asks_who_is_in, self.kept = False, None
 
         terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
         connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
@@ -143,6 +148,7 @@ class Circle:
                 self._bell.delete_key(own)
                 if not self._is_listening:
                     return
+                self._bell.set(f"at/{self.rank}", str(self.epoch))
                 self._bell.add(f"alive/{self.rank}", 1)
                 self._look(self._bell)
             except Exception as error:  # noqa: BLE001 - border: the store is gone, or Python ends
@@ -152,6 +158,7 @@ class Circle:
                 return
 
     _is_listening = True
+    kept: Any
 
     def _look(self, store: Any) -> None:
         """Take the word of this epoch where one was spoken, and let this rank out of its collectives."""
@@ -223,6 +230,10 @@ class Circle:
                 raise SilentRank(f"{what} within {_ANSWER_S:.0f} s")
             if word is None and limit_s is None:
                 others.feel(peers)
+                if self.asks_who_is_in and (missing := self.missing(_APART_S)):
+                    raise SilentRank(
+                        f"{_ranks(missing)} does not run this cell, in which this rank has waited for others"
+                    )
 
     def heard_within(self, seconds: float) -> Word | None:
         """Return the word that is spoken within a while, None where none is."""
@@ -257,7 +268,37 @@ class Circle:
                 for key in ("word", "done", "read"):
                     self._store.delete_key(f"{key}/{epoch}")
             for rank in range(self.world):
-                self._store.delete_key(f"alive/{rank}")
+                self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        self._store.delete_key(f"alive/{rank}")
+        self._store.delete_key(f"at/{rank}")
+
+    def withdraw(self) -> None:
+        """Take it that this epoch was not begun: the others had no part in what this rank has run."""
+        with self._news:
+            self.epoch -= 1
+            self._is_open = False
+
+    def missing(self, limit_s: float) -> list[int]:
+        """Return the ranks that do not come into this epoch within a while, or do not answer."""
+        others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + limit_s
+        while others:
+            before = {rank: int(self._store.add(f"alive/{rank}", 0)) for rank in others}
+            self._ring(others)
+            rung = time.monotonic()
+            while time.monotonic() < min(rung + 1.0, end) and any(
+                int(self._store.add(f"alive/{rank}", 0)) == count for rank, count in before.items()
+            ):
+                time.sleep(_TALK_S / 4)
+            others = [rank for rank in others if not self._is_in(rank)]
+            if time.monotonic() >= end:
+                break
+        return others
+
+    def _is_in(self, rank: int) -> bool:
+        key = f"at/{rank}"
+        return bool(self._store.check([key])) and int(self._store.get(key)) >= self.epoch
 
     def _ring(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -301,7 +342,7 @@ class Circle:
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
             self._thread.join(_ASK_S)
-            self._store.delete_key(f"alive/{self.rank}")
+            self._forget(self.rank)
 
 
 class _Pulse:

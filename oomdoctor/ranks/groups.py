@@ -12,6 +12,7 @@ Limits: groups over a store that the program makes itself, and those of MPI and 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+
+from oomdoctor.objects.alive import alive_exactly
 
 _HOME: Final = "torch.distributed.distributed_c10d"
 _MENDED: Final = frozenset({"gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "fake"})
@@ -34,12 +37,15 @@ class Groups:
         port: of the job's store, whose connections are nobody's group.
 
     Attributes:
+        port: of the job's store.
         prefix: under which groups meet in the store, empty for the job's own keys.
+        has_parts: whether there are groups of some ranks beside that of all.
         refused: why groups cannot be made anew, None where they can.
     """
 
     def __init__(self, port: int) -> None:
-        self._port, self.prefix, self.refused = port, "", None
+        self.port, self.prefix, self.refused, self.has_parts = port, "", None, False
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._sockets: dict[int, int] = {}
         self._meeting: dict[int, int] | None = None
         self._lock = threading.Lock()
@@ -60,6 +66,7 @@ class Groups:
             backend = str(args[3] if len(args) > 3 else kwargs.get("backend", ""))
             if backend not in _MENDED:
                 self.refused = f"a group of the backend {backend} cannot be made anew"
+            self.has_parts = self.has_parts or bool(len(args) > 2 and args[2])
             with self._noting():
                 return made(*args, **kwargs)
 
@@ -76,6 +83,7 @@ class Groups:
         def initialised(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("store") is not None or len(args) > 5:
                 self.refused = "the ranks met over a store that the program has made itself"
+            self._given = args, kwargs
             return initialise(*args, **kwargs)
 
         noted.__wrapped__ = made  # type: ignore[attr-defined]
@@ -118,7 +126,7 @@ class Groups:
             self._sockets.clear()
             # Connections first: to abort may wait.
             count = sum(
-                _shut_down(found[inode], self._port, is_meeting=meeting is not None and inode not in meeting)
+                _shut_down(found[inode], self.port, is_meeting=meeting is not None and inode not in meeting)
                 for inode in known
                 if inode in found
             )
@@ -126,6 +134,43 @@ class Groups:
                 with suppress(RuntimeError):  # it was aborted already
                     backend.abort()
             return count
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sockets of a group were seen as they were opened."""
+        return bool(self._sockets)
+
+    def sequence(self) -> int:
+        """Return how many collectives this rank has taken part in, for the groups that there are."""
+        c10d: Any = sys.modules.get(_HOME)
+        count = 0
+        for group in list(c10d._world.pg_names) if c10d is not None else ():
+            with suppress(RuntimeError):  # a backend that does not count them
+                count += int(group._get_sequence_number_for_group())
+        return count
+
+    def renew(self) -> None:
+        """Make the group of all ranks anew, as the program has made it, and have models that DDP wraps use it.
+
+        The wrappers stay the same objects. All ranks have to do so at the same time.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrappers = [
+            (one, one.module, _settings(one), dict(vars(one))) for one in alive_exactly(DistributedDataParallel)
+        ]
+        for wrapper, *_ in wrappers:
+            for name in ("reducer", "logger", "process_group"):
+                vars(wrapper).pop(name, None)
+        self.destroy()
+        gc.collect()
+        args, kwargs = self._given
+        sys.modules["torch.distributed"].init_process_group(*args, **kwargs)
+        for wrapper, module, settings, before in wrappers:
+            vars(wrapper).clear()
+            DistributedDataParallel.__init__(wrapper, module, **settings)
+            for name in ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+                vars(wrapper)[name] = before[name]
 
     def destroy(self) -> None:
         """Have torch forget all groups, so that the program can make them anew."""
@@ -140,6 +185,16 @@ class Groups:
             if getattr(hook, "__name__", "") == "_distributed_excepthook":
                 inner = [cell.cell_contents for cell in hook.__closure__ or ()]
                 sys.excepthook = next((one for one in inner if callable(one)), sys.__excepthook__)
+
+
+def _settings(wrapper: Any) -> dict[str, Any]:
+    """Return what ``DistributedDataParallel`` was made with. Source: its ``__init__`` in torch 2.4 to 2.13."""
+    names = ("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    settings: dict[str, Any] = {name: getattr(wrapper, name) for name in names}
+    if not wrapper.broadcast_buffers:  # to name it is deprecated since torch 2.13
+        settings["broadcast_buffers"] = False
+    size = wrapper.bucket_bytes_cap / 2**20
+    return settings if getattr(wrapper, "bucket_bytes_cap_default", size == 25) else settings | {"bucket_cap_mb": size}
 
 
 def _sockets() -> dict[int, int]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Final
 
 from oomdoctor.objects.alive import alive_exactly
@@ -97,9 +96,20 @@ def _exchange_with_none(has_models: bool) -> None:
 
     ddp.__init__ = init
     ddp.register_comm_hook = lambda self, state, hook: None
-    for wrapper in alive_exactly(ddp) if has_models else ():
-        with suppress(RuntimeError):  # it has one of the program's already
-            module.dist._register_comm_hook(wrapper.reducer, None, exchanged)
+    if has_models:
+        _exchange_nothing(module, ddp)
+
+
+def _exchange_nothing(module: Any, ddp: Any) -> None:
+    """Have models that were wrapped before exchange nothing: their reducers have the group that is hidden.
+
+    One may be in the midst of a backward pass that has failed, and would go on with it.
+    """
+    reducers = [vars(wrapper).get("reducer") for wrapper in alive_exactly(ddp)]
+    for reducer in filter(None, reducers):
+        reducer._remove_autograd_hooks()
+    module.dist.Reducer._rebuild_buckets = lambda self: False
+    ddp.require_backward_grad_sync = property(lambda self: False, lambda self, value: None)
 
 
 is_from_before = False

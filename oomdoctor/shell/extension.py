@@ -44,7 +44,7 @@ from oomdoctor.shell.error_boundary import (
     ran_out,
     source_begun_before,
 )
-from oomdoctor.shell.job import follow_job, join_job
+from oomdoctor.shell.job import follow_job, join_group, join_job, watch_groups
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
@@ -54,6 +54,7 @@ from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
     from oomdoctor.pipeline.together import Job
+    from oomdoctor.ranks.groups import Groups
     from oomdoctor.shell.showing import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
@@ -88,6 +89,7 @@ class Extension:
 
     Attributes:
         job: this rank's part in a job of several, None where it is alone.
+        groups: the process groups that cells make, None as long as ``torch.distributed`` is not loaded.
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
@@ -109,6 +111,7 @@ class Extension:
         self.borders = Borders()
         self.in_flight = 0
         self.job: Job | None = None
+        self.groups: Groups | None = None
         self.memreport, self.to_run = MemReport(shell), ""
 
     # Coming and going -----------------------------------------------------------------------------------------
@@ -137,6 +140,8 @@ class Extension:
         self.close()
         if self.job is not None:
             self.job.leave()
+        if self.groups is not None:
+            self.groups.remove()
         self.warming.end()
         if pipeline.simulated() is not None:
             sys.modules["oomdoctor.allocator.virtual"].switch_off()
@@ -164,6 +169,7 @@ class Extension:
         self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
+        self.borders.guarded("ranks", lambda: watch_groups(self))
         in_job = self.job is not None and not is_own(raw_cell) and self.job.begin() is None
         run = Run(self)
         kept = partial(getattr, transaction, "kept_bytes", 0)
@@ -193,6 +199,7 @@ class Extension:
             note()
         try:
             cell = replace(cell, shown=run.shown)
+            self.borders.guarded("ranks", lambda: join_group(self))
             if in_job and self.job is not None and await follow_job(self, self.job, failure, result, cell):
                 return result
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from oomdoctor.ranks.circle import Word
     from oomdoctor.shell.extension import Extension
 
+_C10D = "torch.distributed.distributed_c10d"
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Whether NCCL's watchdog ends the process when a collective fails: 0 does not. Source: ``ProcessGroupNCCL.hpp``."""
 
@@ -66,6 +67,42 @@ def join_job(extension: Extension) -> None:
         print(f"oomdoctor: {told}", file=sys.stderr)
 
 
+def watch_groups(extension: Extension) -> None:
+    """Note the process groups that cells make from now on, where they may make some."""
+    is_script = getattr(extension.shell, "script", None) is not None
+    if extension.groups is None and not is_script and _C10D in sys.modules:
+        from oomdoctor.ranks.groups import Groups
+
+        extension.groups = Groups(0)
+        extension.groups.watch()
+
+
+def join_group(extension: Extension) -> None:
+    """Take part in the job whose group of all ranks a cell has made; later cells are healed on all of them."""
+    c10d: Any = sys.modules.get(_C10D)
+    groups = extension.groups
+    is_asked = extension.config.auto != "off" and extension.job is None
+    if not is_asked or c10d is None or groups is None or not groups.is_known or not c10d.is_initialized():
+        return
+    store = c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if c10d.get_world_size() < 2 or not isinstance(store, sys.modules["torch.distributed"].TCPStore):
+        return
+    from oomdoctor.incident import find_oom as found
+    from oomdoctor.pipeline.together import Job
+    from oomdoctor.ranks.circle import Circle
+
+    groups.port = store.port
+    circle = Circle(
+        rank=c10d.get_rank(), world=c10d.get_world_size(), host=store.host, port=store.port, release=groups.release
+    )
+    # The one of rank 0 has the server, which must outlive the group.
+    circle.asks_who_is_in, circle.kept = True, store
+    extension.job = Job(circle=circle, groups=groups, is_oom=lambda exc: found(exc) is not None, in_cells=True)
+    atexit.register(circle.close)
+
+
 async def follow_job(extension: Extension, job: Job, failure: BaseException | None, result: Any, run: CellRun) -> bool:
     """Follow the end of a cell with what the others make of it; return whether it is answered.
 
@@ -77,14 +114,21 @@ async def follow_job(extension: Extension, job: Job, failure: BaseException | No
 
     error = failure or result.error_before_exec or result.error_in_exec
     try:
+        if job.is_apart(error):
+            extension.tracebacks.send_held()
+            return False
         word = job.end(error)
     except SilentRank as why:
         extension.tracebacks.send_held()
-        print(f"oomdoctor: the ranks were not healed together: {why}", file=sys.stderr)
+        print(f"oomdoctor: the ranks are not healed together any more: {why}", file=sys.stderr)
+        job.leave()
+        extension.job = None
         return False
     if word.kind in (WordKind.DONE, WordKind.FAILED):
         if word.kind is WordKind.FAILED and word.rank != job.circle.rank:
             print(f"oomdoctor: rank {word.rank} has failed: {word.why}", file=sys.stderr)
+        if word.kind is WordKind.FAILED:
+            extension.borders.guarded("ranks", job.mend)
         if failure is None:
             extension.tracebacks.send_held()
         return False
@@ -131,6 +175,8 @@ async def _answer(
     )
     done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)
     case, error = done or (pipeline.refused(together.case, "oomdoctor itself failed"), None)
+    if case.outcome.kind is not OutcomeKind.HEALED and not together.is_silent:
+        borders.guarded("ranks", job.mend)
     pipeline.record(case)
     is_healed = case.outcome.kind is OutcomeKind.HEALED
     if is_healed:
