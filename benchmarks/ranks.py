@@ -28,7 +28,7 @@ CASES = {
     "nowhere": Case(where="nowhere"),
     "forward": Case(where="forward"),
     "backward": Case(where="backward"),
-    "step, half-way": Case(where="step", simulate="96MiB", settings={"HELD": "36"}),
+    "step, half-way": Case(where="step", simulate="96MiB", settings={"HELD": "35"}),
     "two at once": Case(where="backward", ranks="0,1"),
     "after the last collective": Case(where="late", simulate="96MiB", settings={"HELD": "30"}),
     "RLIMIT_DATA, backward": Case(where="backward", simulate=None, settings={"GREED": str(2 << 20), "CAP": "1500"}),

@@ -126,7 +126,7 @@ class Circle:
         self.released_s: float | None = None
         self._news = threading.Condition()
         self._lost = ""
-        self._own: list[tuple[int, str]] = []
+        self._own: list[str] = []
         self.asks_who_is_in, self.kept = False, None
 
         terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
@@ -260,7 +260,7 @@ class Circle:
     def _clear_away(self) -> None:
         """Delete what is read: what this rank has said, and by the last one that has read it, the end."""
         self._is_open = False
-        for _, key in self._own:
+        for key in self._own:
             self._store.delete_key(key)
         self._own.clear()
         if self._store.add(f"read/{self.epoch}", 1) == self.world:
@@ -280,17 +280,22 @@ class Circle:
             self.epoch -= 1
             self._is_open = False
 
+    def not_answering(self, limit_s: float) -> list[int]:
+        """Return the ranks whose threads do not answer their bell within a while."""
+        others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + limit_s
+        before = {rank: int(self._store.add(f"alive/{rank}", 0)) for rank in others}
+        self._ring(others)
+        while others := [rank for rank in others if int(self._store.add(f"alive/{rank}", 0)) == before[rank]]:
+            if time.monotonic() >= end:
+                break
+            time.sleep(_TALK_S / 4)
+        return others
+
     def missing(self, limit_s: float) -> list[int]:
         """Return the ranks that do not come into this epoch within a while, or do not answer."""
         others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + limit_s
         while others:
-            before = {rank: int(self._store.add(f"alive/{rank}", 0)) for rank in others}
-            self._ring(others)
-            rung = time.monotonic()
-            while time.monotonic() < min(rung + 1.0, end) and any(
-                int(self._store.add(f"alive/{rank}", 0)) == count for rank, count in before.items()
-            ):
-                time.sleep(_TALK_S / 4)
+            self.not_answering(max(min(1.0, end - time.monotonic()), 0.0))
             others = [rank for rank in others if not self._is_in(rank)]
             if time.monotonic() >= end:
                 break
@@ -304,12 +309,16 @@ class Circle:
         for rank in ranks:
             self._store.set(f"bell/{rank}", "1")
 
+    def owns(self, key: str) -> None:
+        """Note a key of this rank's, which is deleted when a later run has come to its end."""
+        self._own.append(key)
+
     # The talk after a run -------------------------------------------------------------------------------------------
 
     def say(self, topic: str, at: int, what: Any) -> None:
         """Say something in the talk that follows this epoch; ``at`` numbers the rounds of a topic."""
         key = f"{topic}/{self.epoch}/{at}/{self.rank}"
-        self._own.append((self.epoch, key))
+        self.owns(key)
         self._store.set(key, json.dumps(what))
 
     def hear(self, topic: str, at: int, ranks: Sequence[int], limit_s: float) -> list[Any]:
@@ -338,7 +347,7 @@ class Circle:
             return
         self._is_listening = False
         with suppress(SilentRank):  # the store is gone
-            for _, key in self._own:
+            for key in self._own:
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
             self._thread.join(_ASK_S)

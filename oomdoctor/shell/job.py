@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from oomdoctor import pipeline
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate
+from oomdoctor.model.sizes import format_size
 from oomdoctor.program.compiled import source_of
 from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
@@ -26,8 +27,12 @@ from oomdoctor.shell.showing import Shown
 if TYPE_CHECKING:
     from oomdoctor.pipeline.together import Job
     from oomdoctor.ranks.circle import Word
+    from oomdoctor.ranks.gather import RankReport
     from oomdoctor.shell.extension import Extension
 
+_ANSWER_S = 2.0
+"""Time for the threads of other ranks to answer, where somebody asks who is there."""
+_ROLES = 4
 _C10D = "torch.distributed.distributed_c10d"
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Whether NCCL's watchdog ends the process when a collective fails: 0 does not. Source: ``ProcessGroupNCCL.hpp``."""
@@ -209,3 +214,27 @@ def _of_peer(case: Case, word: Word) -> Case:
     told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
     terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
     return pipeline.record(replace(case, incident=replace(case.incident, message=told, **terms)))
+
+
+def circle_lines(job: Job) -> Iterator[str]:
+    """Yield who is in the circle of a job, a line each."""
+    circle = job.circle
+    silent = circle.not_answering(_ANSWER_S)
+    for rank in range(circle.world):
+        told = "this process" if rank == circle.rank else "does not answer" if rank in silent else "answers"
+        yield f"rank {rank}: {told}"
+    if job.groups.refused is not None:
+        yield f"not healed together: {job.groups.refused}"
+
+
+def rank_lines(reports: list[RankReport]) -> Iterator[str]:
+    """Yield what each rank holds, a line each, and how far apart they are."""
+    from oomdoctor.ranks.gather import held_bytes, imbalance, roles_of
+
+    for one in reports:
+        held, roles = held_bytes(one), sorted(roles_of(one).items(), key=lambda role: -role[1])
+        most = ", ".join(f"{role.replace('_', ' ')} {format_size(size)}" for role, size in roles[:_ROLES])
+        yield f"rank {one.rank}: silent, {one.why}" if held is None else f"rank {one.rank}: {format_size(held)}: {most}"
+    ratio = imbalance(reports)
+    if ratio is not None:
+        yield f"The fullest rank holds {ratio:.2f} times what the emptiest does."

@@ -24,6 +24,7 @@ from oomdoctor.shell import mempeak as measuring
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.doctor import Request, plan
+from oomdoctor.shell.job import circle_lines
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
 from oomdoctor.shell.open_case import undo as take_back
@@ -177,6 +178,15 @@ def rules(extension: Extension, _words: list[str]) -> None:
         print(f"left out: {fault}")
 
 
+def ranks(extension: Extension, _words: list[str]) -> None:
+    """`%oomdoctor ranks`: which rank of a job this process is, and whether the others answer."""
+    if extension.job is None:
+        print("this process has no part in a job of several ranks that are healed together")
+        return
+    for line in circle_lines(extension.job):
+        print(line)
+
+
 def config(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
     for name, trait in sorted(extension.config.traits(config=True).items()):
@@ -289,7 +299,7 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, rules, config, help_)
+    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, ranks, rules, config, help_)
 }
 
 
