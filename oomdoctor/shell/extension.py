@@ -53,7 +53,7 @@ from oomdoctor.shell.showing import Shown
 from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
-    from oomdoctor.pipeline.together import Job
+    from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.groups import Groups
     from oomdoctor.shell.showing import Filling
 

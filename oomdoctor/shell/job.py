@@ -25,7 +25,7 @@ from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, p
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
-    from oomdoctor.pipeline.together import Job
+    from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.circle import Word
     from oomdoctor.ranks.gather import RankReport
     from oomdoctor.shell.extension import Extension
@@ -46,7 +46,7 @@ def join_job(extension: Extension) -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ.get("RANK"):
         return
     from oomdoctor.incident import find_oom as found
-    from oomdoctor.pipeline.together import Job
+    from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.circle import of_environment
     from oomdoctor.ranks.groups import Groups
     from oomdoctor.ranks.restart import read
@@ -95,7 +95,7 @@ def join_group(extension: Extension) -> None:
     if c10d.get_world_size() < 2 or not isinstance(store, sys.modules["torch.distributed"].TCPStore):
         return
     from oomdoctor.incident import find_oom as found
-    from oomdoctor.pipeline.together import Job
+    from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.circle import Circle
 
     groups.port = store.port
@@ -145,7 +145,8 @@ async def _answer(
     extension: Extension, job: Job, word: Word, failure: BaseException | None, result: Any, run: CellRun
 ) -> None:
     """Heal this rank together with the others, and show what came of it."""
-    from oomdoctor.pipeline.together import Together, ended_by
+    from oomdoctor.pipeline.job import ended_by
+    from oomdoctor.pipeline.together import Together
 
     borders, shown = extension.borders, run.shown or Shown(extension)
     ended = failure or result.error_before_exec or result.error_in_exec or ended_by(word)

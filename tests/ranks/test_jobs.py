@@ -56,7 +56,8 @@ def test_an_error_of_the_users_is_told_by_every_rank_and_nothing_is_run_again(tm
     done = job(tmp_path / "job", case, 2, source_of(case))
     assert done.status != 0
     assert done.outcomes == [None, None]
-    assert done.printed.count("ValueError: a mistake\n") == 1
+    assert done.printed.count("\nValueError: a mistake\n") == 1
+    assert "oomdoctor: rank 0 has failed: ValueError: a mistake" in done.printed
     assert done.left == [None, None]
 
 
