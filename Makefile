@@ -79,6 +79,7 @@ docs: $(VENV)/.installed-dev ## Write docs/: a page each of all rules, fixes, se
 	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/json_page.py
 	$(BIN)/python tools/texts_page.py
+	$(BIN)/python tools/translations.py
 	$(BIN)/python tools/badges.py
 
 site: $(SITE)/.installed ## Build the documentation as a site, in site/; a dead link is an error

@@ -1,6 +1,7 @@
 """How soon after an error the diagnosis and the panel are there, and how long the kernel is blocked while they fill in.
 
     python benchmarks/panel.py [FILE] [--cells N]
+    python benchmarks/panel.py --page [FILE] [--of TREE]
 
 Prints the table, and writes it to FILE. A real kernel is started, as a notebook server starts it, with a namespace of
 10,000 names and a model of 1,000 modules, on a virtual accelerator that its training step does not fit into. The kernel
@@ -11,6 +12,10 @@ cell's answer begins: frames of the failure are let go of there, and the forecas
 What diagnoses and shows a failure is loaded while the kernel is idle, which is waited for. The first failure still
 meets much for the first time; the others tell what it costs from then on. What else the machine does is told as its
 load: times are of the wall clock, and CPU seconds of the kernel stand beside them.
+
+With ``--page`` it tells what a reader meets first instead: how many words and pixels of the failed cell's output stand
+above the answer, and above the first button, in Chromium at a width of 1,400 px; ``--of`` has the kernel take the
+package of another tree.
 """
 
 from __future__ import annotations
@@ -78,7 +83,8 @@ for _ in range(2):
 # {number}
 """
 LOADED: Final = "get_ipython()._oomdoctor_extension.warming.done"
-PENDING: Final = "Forecasts are being made"
+PENDING: Final = ("waits for the forecasts", "Forecasts are running")
+"""Of what is said until the forecasts are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +122,7 @@ def fail(kernel: Kernel, number: int) -> Failure:
             stamps["error"] = at
         elif "application/vnd.jupyter.widget-view+json" in data:
             stamps["panel"] = at
-        elif PENDING in data.get("text/plain", ""):
+        elif any(said in data.get("text/plain", "") for said in PENDING):
             stamps["diagnosis"] = at
     filled = _filled(kernel, raised)
     blocked, blocked_cpu = kernel.value(f"[max(column) for column in zip(*gaps[{ticks}:])]")
@@ -140,7 +146,7 @@ def _filled(kernel: Kernel, raised: float) -> float:
             continue
         if message["header"]["msg_type"] == "update_display_data":
             shown = message["content"]["data"]["text/plain"]
-            if PENDING not in shown:
+            if not any(said in shown for said in PENDING):
                 time.sleep(1)  # the panel gets its rows
                 return float(message["header"]["date"].timestamp() - raised)
     raise SystemExit("the forecasts did not come")
@@ -185,13 +191,61 @@ def table(cells: int) -> Iterator[str]:
         )
 
 
+_ABOVE = """output => {
+  const seen = one => one.checkVisibility() && one.getBoundingClientRect().height > 0;
+  const top = output.getBoundingClientRect().top, first = [...output.querySelectorAll('section')].find(seen);
+  const button = [...output.querySelectorAll('button.jupyter-button:not(:disabled)')].find(seen);
+  const above = limit => {
+    const walker = document.createTreeWalker(output, NodeFilter.SHOW_TEXT), range = document.createRange();
+    let words = 0;
+    while (walker.nextNode()) {
+      range.selectNodeContents(walker.currentNode);
+      const box = range.getBoundingClientRect();
+      if (!box.height || box.bottom > limit) continue;
+      words += walker.currentNode.data.split(/\\s+/).filter(Boolean).length;
+    }
+    return [words, Math.round(limit - top)];
+  };
+  return [first, button].map(one => above(one.getBoundingClientRect().top));
+}"""
+
+
+def page_table(tree: Path) -> Iterator[str]:
+    """Yield how far down the answer and the first button stand, in JupyterLab and in Notebook."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "browser"))
+    from conftest import browser, opening
+    from failing_cells import TRAIN, TRAINING
+    from servers import Server
+
+    os.environ["PYTHONPATH"] = str(tree)
+    yield f"{'above, of the output of a cell that failed':<44}{'the answer':>20}{'the first button':>20}"
+    server = Server()
+    contexts = browser.__wrapped__()  # a fixture, called by hand
+    try:
+        with opening(server, next(contexts)) as open_one:
+            for interface in ("lab", "notebook"):
+                page = open_one(f"above-{interface}", TRAINING, TRAIN, interface=interface)
+                page.page.set_viewport_size({"width": 1400, "height": 900})
+                page.run_all()
+                page.output(1).locator("button.jupyter-button:not(:disabled)").first.wait_for(timeout=120_000)
+                page.wait_until_idle()
+                page.page.wait_for_timeout(5_000)
+                told = page.output(1).evaluate(_ABOVE)
+                yield f"{interface:<44}" + "".join(f"{f'{words} words, {pixels} px':>20}" for words, pixels in told)
+    finally:
+        contexts.close()
+        server.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", nargs="?", type=Path, help="where to write the table to as well")
     parser.add_argument("--cells", type=int, default=4, help="how many failures")
+    parser.add_argument("--page", action="store_true", help="what a reader meets first instead")
+    parser.add_argument("--of", type=Path, default=Path(__file__).resolve().parents[1], help="the tree of the package")
     args = parser.parse_args()
     lines = []
-    for line in table(args.cells):
+    for line in page_table(args.of) if args.page else table(args.cells):
         print(line, flush=True)
         lines.append(line)
     if args.file is not None:

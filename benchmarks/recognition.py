@@ -2,6 +2,7 @@
 
     python benchmarks/recognition.py [oom_messages.jsonl]
     python benchmarks/recognition.py tests/incident/gathered.jsonl
+    python benchmarks/recognition.py tests/incident/gathered_2026b.jsonl [--half used|held] [--misses]
 
 The corpus is one JSON object a line, with ``text``, ``exc_type``, ``is_oom``, ``family``, ``fields`` and
 ``ambiguous``, and where they are known ``likely_cause`` and other families that the text allows (``alt_families``).
@@ -12,6 +13,9 @@ not from their text.
 The checks of the peers are transcriptions: what they look for, written down here from reading them, so that neither
 has to be installed. They take exceptions, so each text is given to them as an exception of the class that it was, and
 as a RuntimeError, the class that they ask for, where the class is not known.
+
+Records may name the half of the set that they belong to: ``used`` to mend the formats and rules, or ``held`` back. Each
+half is scored by itself, and a table tells how each family does.
 
 A number is right within 0.6 %, or within 0.01 of the unit that it was printed in.
 """
@@ -116,20 +120,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("corpus", nargs="?", type=Path, default=CORPUS)
     parser.add_argument("--misses", action="store_true", help="name each record that oomdoctor gets wrong")
+    parser.add_argument("--half", choices=("used", "held"), help="score one half of the records alone")
     args = parser.parse_args()
     if not args.corpus.is_file():
         print(f"there is no corpus at {args.corpus}", file=sys.stderr)
         return 1
     records = [json.loads(line) for line in args.corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
-    console = Console(highlight=False)
-    console.print(f"{len(records)} records, {sum(record['ambiguous'] for record in records)} of them ambiguous")
+    console = Console(highlight=False, width=120)
+    halves = sorted({record.get("half", "all") for record in records if args.half in (None, record.get("half"))})
+    for half in reversed(halves):
+        report([record for record in records if record.get("half", "all") == half], half, console, misses=args.misses)
+    return 0
+
+
+def report(records: list[dict[str, Any]], half: str, console: Console, *, misses: bool) -> None:
+    """Print the scores of one half, or of all records where they name none."""
+    console.print(f"{half}: {len(records)} records, {sum(record['ambiguous'] for record in records)} of them ambiguous")
     console.print(recognition_table(records))
-    tallies, misses = detail(records)
+    tallies, wrong = detail(records)
     for name, tally in tallies.items():
         console.print(f"{name:<46}{tally}")
-    if args.misses:
-        console.print("\n".join(misses), markup=False)
-    return 0
+    console.print(family_table(records))
+    if misses:
+        console.print("\n".join(wrong), markup=False)
 
 
 def recognition_table(records: list[dict[str, Any]]) -> Table:
@@ -145,6 +158,23 @@ def recognition_table(records: list[dict[str, Any]]) -> Table:
             key = "ambiguous" if record["ambiguous"] else "oom" if record["is_oom"] else "other"
             cells[key].add(check(record) == record["is_oom"])
         table.add_row(name, *map(str, cells.values()))
+    return table
+
+
+def family_table(records: list[dict[str, Any]]) -> Table:
+    """Return how many of each family are recognised, are named rightly, and have their numbers read."""
+    table = Table("family", "recognised", "family", "numbers")
+    for family in sorted({record["family"] for record in records}):
+        cells = [Tally(), Tally(), Tally()]
+        for record in records:
+            if record["family"] != family or record["ambiguous"]:
+                continue
+            incident = from_text(record["text"])[0]
+            cells[0].add(incident.is_oom == record["is_oom"])
+            cells[1].add(incident.family in (family, *record.get("alt_families", ())))
+            for name, wanted in wanted_numbers(record).items():
+                cells[2].add(number_is_right(incident, name, wanted))
+        table.add_row(family, *map(str, cells))
     return table
 
 
@@ -173,7 +203,7 @@ def detail(records: list[dict[str, Any]]) -> tuple[dict[str, Tally], list[str]]:
             tallies["cause, of those that are known"].add(right)
             if not right:
                 wrong.append(f"cause {', '.join(causes) or 'none'}, not {record['likely_cause']}")
-        misses += [f"{record['id']} ({record['format']}): {'; '.join(wrong)}"] if wrong else []
+        misses += [f"{record['id']} ({record.get('format', record['family'])}): {'; '.join(wrong)}"] if wrong else []
     return tallies, misses
 
 

@@ -6,6 +6,9 @@ OomDoctorError
 ├── ForecastError           a run in a copy of the process that could not give an answer
 ├── StateError              a snapshot that could not be taken or brought back
 └── NotAvailable            a part of oomdoctor that this machine or this process lacks
+
+MemoryError
+└── HostMemoryPressure      host memory is about to run out: raised in the user's code, at the line that was running
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 __all__ = [
     "Fault",
     "ForecastError",
+    "HostMemoryPressure",
     "NotAvailable",
     "OomDoctorError",
     "SizeError",
@@ -57,3 +61,17 @@ class StateError(OomDoctorError):
 
 class NotAvailable(OomDoctorError):
     """Something that this machine or process lacks; the text says what."""
+
+
+class HostMemoryPressure(MemoryError):
+    """Host memory that is about to run out, told before the kernel ends a process.
+
+    Attributes:
+        used: bytes in use that cannot be reclaimed, of ``limit``; ``limit_name``: what sets it.
+        requested: bytes that were asked for; None where memory was touched that had been mapped before.
+    """
+
+    requested: int | None = None
+    used: int | None = None
+    limit: int | None = None
+    limit_name: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +17,7 @@ from kernels import Kernel
 
 # A shell starts what is to run in the background with interrupts ignored, and tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["LANGUAGE"] = "en"  # whoever runs the tests: what they hold texts to is English
 
 
 _ROOT = Path(__file__).parents[1]

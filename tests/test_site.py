@@ -18,10 +18,11 @@ import yaml
 import oomdoctor
 from oomdoctor import fixes
 from oomdoctor.rulebook import locate
+from oomdoctor.rulebook.loading import files_in
 
 ROOT = Path(__file__).parents[1]
 SITE_PYTHON = ROOT / ".venv-site" / "bin" / "python"
-RULES = sorted(path.stem for path in locate().rglob("*.yaml"))
+RULES = sorted(path.stem for path in files_in([locate()], []))
 
 
 def tool(name: str) -> ModuleType:

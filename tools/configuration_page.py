@@ -81,6 +81,8 @@ def accepts(trait: TraitType[Any, Any]) -> str:
         return "`True`, `False`"
     if isinstance(trait, (Int, Float)):
         return ("a whole number" if isinstance(trait, Int) else "a number") + _bounds(trait.min, trait.max)
+    if isinstance(trait, Unicode):
+        return "a text"
     if isinstance(trait, List) and isinstance(trait._trait, Unicode):
         return "a list of texts"
     raise TypeError(f"{trait.name} is a {type(trait).__name__}, which tools/configuration_page.py cannot describe")

@@ -31,7 +31,7 @@ Schema = dict[str, Any]
 
 _MODULES: Final = (
     *("model.unavailable", "model.case", "model.code", "model.evidence", "model.fix", "model.incident", "model.memory"),
-    *("model.plan", "model.session", "views.growth"),
+    *("model.peak", "model.plan", "model.session", "views.growth"),
 )
 _NAMES: Final[dict[str, Any]] = {
     name: value
@@ -57,6 +57,8 @@ _BYTES: Final = {
     "Forecast": {"budget", "peak", "reserved"},
     "Incident": {"requested", "total", "free", "allocated", "reserved", "process_used"},
     "Outcome": {"peak"},
+    "Allocations": {"size"},
+    "Peak": {"allocated", "reserved", "requested", "free"},
     "Change": {"bytes"},
     "DeviceGrowth": {"allocated", "reserved", "roles"},
     "Growth": {"rss"},
@@ -173,6 +175,10 @@ def _documents() -> dict[str, Schema]:
                 "notes": _described(_list(_STRING), "what could not be taken into account, where there is any"),
             },
             "notes",
+        ),
+        "Snapshot": _object(
+            "`oomdoctor explain --json snapshot.pickle`: what a snapshot of CUDA memory held, by the user's lines.",
+            {"schema": _SCHEMA, "peaks": _described(_list(_ref("Peak")), "one a device, the fullest first")},
         ),
     }
 

@@ -36,7 +36,7 @@ class VirtualAccelerator:
     """
 
     name: str = "cuda:0"
-    measure: str = "live storages counted by the virtual accelerator"
+    measure: str = "tensors counted by the simulated GPU"
     _numbers = count(1)
 
     def __init__(self, capacity_bytes: int, *, settings: AllocatorSettings | None = None) -> None:
@@ -78,7 +78,7 @@ class VirtualAccelerator:
             largest_free_block=model.largest_free_block,
             peak_allocated=model.peak_allocated,
             peak_reserved=model.peak_reserved,
-            basis="capacity of the virtual accelerator",
+            basis="capacity of the simulated GPU",
         )
         return memory if model.limit_bytes is None else replace(memory, cap=model.limit_bytes)
 

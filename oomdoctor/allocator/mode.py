@@ -42,7 +42,7 @@ TELLING: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, 
 _UNFORESEEABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 _UNCOMPILED: Final = (
-    "torch.compile: on the virtual accelerator compiled functions run uncompiled, so that every allocation is counted; "
+    "torch.compile: on the simulated GPU compiled functions run uncompiled, so that every allocation is counted; "
     "call torch._dynamo.reset() after it is switched off to have them compiled again"
 )
 

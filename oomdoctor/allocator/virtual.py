@@ -81,7 +81,7 @@ class _Block(AbstractContextManager["VirtualAccelerator"], ContextDecorator):
         self._used = True
         if _mode is not None:
             size = format_size(_mode.device.capacity_bytes)
-            raise UsageError(f"a virtual accelerator of {size} is on already: leave it first")
+            raise UsageError(f"a simulated GPU of {size} is on already: leave it first")
         device = _put_on(self._capacity_bytes)
         _held_by_block = True
         return device
@@ -164,7 +164,7 @@ def _put_on(capacity_bytes: int) -> VirtualAccelerator:
     if not fits:
         device.close()
         raise UsageError(
-            f"the tensors that are alive now do not fit into a virtual accelerator of {format_size(capacity_bytes)}"
+            f"the tensors that are alive now do not fit into a simulated GPU of {format_size(capacity_bytes)}"
         )
     device.reset_peak()
     _resume(CountingMode(device))
@@ -200,7 +200,7 @@ def _take_off(*, keep: bool = False) -> None:
     if _mode is None:
         return
     if not any(_mode is other for other in _get_current_dispatch_mode_stack()):
-        raise UsageError("the virtual accelerator was switched on in another thread: switch it off there")
+        raise UsageError("the simulated GPU was switched on in another thread: switch it off there")
     aside: list[TorchDispatchMode] = []
     while (top := _get_current_dispatch_mode()) is not None:
         _BASE.__exit__(top, None, None, None)

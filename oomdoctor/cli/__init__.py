@@ -15,6 +15,7 @@ from typing import Final
 
 from oomdoctor import __version__
 from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.language import say
 
 __all__ = ["main"]
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except OomDoctorError as error:
-        print(f"oomdoctor {args.verb}: {error}", file=sys.stderr)
+        print(f"oomdoctor {args.verb}: {say(str(error))}", file=sys.stderr)
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except OSError as error:  # what is left to say has nowhere to go: the reader has gone, the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -82,4 +83,21 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         below = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == called:
             import_module(f"{__name__}.{verb}").add_arguments(below)
+            _translate(below)
+    _translate(parser)
     return parser
+
+
+def _translate(parser: argparse.ArgumentParser) -> None:
+    """Have the help of a parser and of those below it shown in the language of the reader."""
+    parser.description, parser.epilog = say(parser.description or ""), say(parser.epilog or "")
+    for group in parser._action_groups:
+        group.title = group.title and say(group.title)
+    for action in parser._actions:
+        action.help = action.help and say(action.help)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in (*action._choices_actions, *action.choices.values()):
+                if isinstance(below, argparse.ArgumentParser):
+                    _translate(below)
+                else:
+                    below.help = below.help and say(below.help)

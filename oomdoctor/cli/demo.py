@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from oomdoctor.errors import NotAvailable, OomDoctorError
+from oomdoctor.language import say
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -81,7 +82,7 @@ async def _demo(output: Path, console: Console) -> dict[str, Any]:
     source = nbformat.read(notebook_path(), as_version=4)
     output.mkdir(parents=True, exist_ok=True)
 
-    console.print(f"[bold]{_NOTEBOOK}[/bold], in a kernel of {escape(sys.executable)}")
+    console.print(say(f"[bold]{_NOTEBOOK}[/bold], in a kernel of {escape(sys.executable)}"))
     notebook = nbformat.from_dict(source)
     try:
         ends = await _told_run(notebook, output, console, tells_cases=True)
@@ -89,13 +90,14 @@ async def _demo(output: Path, console: Console) -> dict[str, Any]:
         written = _write(notebook, output)
     pairs = healed_pairs(ends)
 
-    console.print("\n[bold]The changed cells in a second, fresh kernel[/bold], without oomdoctor, without a limit")
+    told = say("[bold]The changed cells in a second, fresh kernel[/bold], without oomdoctor, without a limit")
+    console.print(f"\n{told}")
     fresh = await _told_run(fresh_notebook(source, ends), output, console, tells_cases=False)
     for line in compare(pairs, fresh):
-        console.print(f"  {line}")
+        console.print(f"  {say(line)}")
     console.print()
     for path in written:
-        console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+        console.print(say(f"wrote {escape(str(path))}"), soft_wrap=True)
     return {
         "schema": 1,
         "cases": [end.reading.case for _, end in pairs],
@@ -119,10 +121,10 @@ async def _told_run(notebook: NotebookNode, output: Path, console: Console, *, t
         if tells_cases and told != before:
             text = end.reading.notice if told[0] == before[0] else end.reading.diagnosis + end.reading.notice
             if end.reading.notice and (losses := end.reading.losses):
-                text += f"  loss {losses[0]:.2f} at the first step, {losses[-1]:.2f} at step {len(losses)}"
+                text += "  " + say(f"loss {losses[0]:.2f} at the first step, {losses[-1]:.2f} at step {len(losses)}")
             console.print(Padding(Text(text), (0, 0, 0, 6)))
 
-    with console.status("The kernel starts …") as status:
+    with console.status(say("The kernel starts …")) as status:
         return await run_notebook(
             notebook, directory=output, on_start=lambda cell: status.update(f"{escape(cell.id)} …"), on_end=tell
         )

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from oomdoctor import __version__
+from oomdoctor.language import say
 from oomdoctor.model.sizes import format_size
 
 _PACKAGES: Final = ("torch", "ipython", "ipykernel", "ipywidgets", "numpy", "nvidia-ml-py")
@@ -70,14 +71,14 @@ def _version(package: str) -> str | None:
 
 def _print(facts: dict[str, Any]) -> None:
     rows = [(name, facts[name]) for name in ("oomdoctor", "python", "platform")]
-    rows += [(name, number or "not installed") for name, number in facts["packages"].items()]
+    rows += [(name, number or say("not installed")) for name, number in facts["packages"].items()]
     lines = [f"{name:<14}{told}" for name, told in rows]
     lines += [f"{name}={value}" for name, value in facts["settings"].items()]
     devices = [(one["name"], f"{one['model']}, {format_size(one['total'])}") for one in facts["devices"]]
-    lines += [f"{name:<14}{told}" for name, told in devices or [("devices", "torch sees no CUDA device")]]
+    lines += [f"{name:<14}{told}" for name, told in devices or [("devices", say("torch sees no CUDA device"))]]
     for name, value in facts["host"].items():
         if isinstance(value, int):
             lines.append(f"{'host ' + name:<26}{value if name in _COUNTS else format_size(value)}")
         elif name.endswith("_why"):
-            lines.append(f"{'host ' + name.removesuffix('_why'):<26}not known: {value}")
+            lines.append(f"{'host ' + name.removesuffix('_why'):<26}{say(f'not known: {value}')}")
     print("\n".join(lines))

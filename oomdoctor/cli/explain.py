@@ -1,5 +1,7 @@
 """``oomdoctor explain``: reads a log, a pasted traceback or a pipe, and says what failed and why.
 
+Of a CUDA memory snapshot, which torch writes as a pickle, it says what held the memory.
+
 The text never leaves the machine, and no torch is imported. Of a long text the beginning and the end are read.
 """
 
@@ -16,6 +18,7 @@ from typing import IO, Final
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 
 _HALF: Final = 8 << 20
 """Bytes that are read from the beginning of a text, and as many from its end."""
@@ -33,18 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.epilog = _ENDS_ONLY
     parser.usage = "%(prog)s [-h] [--json] [FILE]"
-    parser.add_argument("files", nargs="*", metavar="FILE", help="a text file; - or nothing reads the input")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="a text file, or a snapshot of CUDA memory; - or nothing reads the input",
+    )
     parser.add_argument("--json", action="store_true", help="print the incident and the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain the text; 0 where memory ran out, 1 where it did not."""
+    """Explain the text; 0 where memory ran out, or of a snapshot, 1 where it did not."""
     from oomdoctor.pipeline import explain
     from oomdoctor.rulebook import everything
 
     if len(args.files) > 1:
         raise UsageError(f"one text at a time, and {len(args.files)} were given")
     (name,) = args.files or ["-"]
+    if name != "-" and (data := _pickled(name)):
+        return _snapshot(name, data, as_json=args.json)
     text, whole = _text(name)
     explanation = explain(text, rules=everything((), fixes.ids()))
     if not explanation.incident.is_oom and _is_binary(text):
@@ -55,6 +65,31 @@ def run(args: argparse.Namespace) -> int:
     return 0 if explanation.incident.is_oom else 1
 
 
+def _pickled(name: str) -> bytes:
+    """Return a file that is a pickle, nothing of any other."""
+    from oomdoctor.incident import is_snapshot
+
+    try:
+        with Path(name).open("rb") as file:
+            head = file.read(2) if _is_plain(file) else b""
+            return head + file.read() if is_snapshot(head) else b""
+    except (OSError, ValueError):  # it is told where the text is read
+        return b""
+
+
+def _snapshot(name: str, data: bytes, *, as_json: bool) -> int:
+    from oomdoctor.incident import read_snapshot
+    from oomdoctor.views import peak
+    from oomdoctor.views.mime import plain
+
+    try:
+        found = read_snapshot(data)
+    except UsageError as error:
+        raise UsageError(f"{name} {error}") from error
+    print(json.dumps(peak.to_dict(found), indent=2) if as_json else plain(peak.peaks(found)).rstrip("\n"))
+    return 0
+
+
 def _text(name: str) -> tuple[str, bool]:
     """Return the text, and whether it is the whole of it."""
     try:
@@ -62,7 +97,7 @@ def _text(name: str) -> tuple[str, bool]:
             if sys.stdin is None:
                 raise UsageError("there is no input: it is closed")
             if sys.stdin.isatty():
-                print("Paste the failure, then press Ctrl-D.", file=sys.stderr)
+                print(say("Paste the failure, then press Ctrl-D."), file=sys.stderr)
             read, whole = _ends(sys.stdin.buffer)
         else:
             with Path(name).open("rb") as file:

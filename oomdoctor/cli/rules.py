@@ -8,13 +8,14 @@ import linecache
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from oomdoctor import fixes
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.rulebook import everything, load, locate
 from oomdoctor.rulebook.loading import files_in
 from oomdoctor.views.labels import count
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from oomdoctor.rulebook.matching import Rule, RuleBook
+
+
+_CODE: Final = frozenset({"Fires when", "Fixes", "See also", "Fires on", "Silent on", "References"})
+"""Sections that are no sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,17 +85,19 @@ def _brief(rule: Rule) -> dict[str, object]:
 def _list(book: RuleBook) -> None:
     """Print the rules by family, one line each."""
     for rule in sorted(book.rules, key=lambda rule: (_family(rule), -rule.file.confidence, rule.file.id)):
-        print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {rule.file.title}")
+        print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {say(rule.file.title)}")
     for fault in book.faults:
-        Console(highlight=False).print(Text(f"left out: {fault}", "red"), soft_wrap=True)
+        Console(highlight=False).print(Text(say(f"left out: {fault}"), "red"), soft_wrap=True)
 
 
 def _story(rule: Rule) -> RenderableType:
     file = rule.file
     about = f"cause {file.cause.value}, confidence {file.confidence:.0%}, since {file.since}, {rule.path}"
-    parts = [Text.assemble((file.id, "bold"), f"  {file.title}"), Text(about, "dim")]
+    parts = [Text.assemble((file.id, "bold"), f"  {say(file.title)}"), Text(about, "dim")]
     for name, text in _sections(rule):
-        parts.append(Text.assemble("\n", (name, "bold"), "\n", text.strip()))
+        parts.append(
+            Text.assemble("\n", (say(name), "bold"), "\n", text.strip() if name in _CODE else say(text.strip()))
+        )
     return Group(*parts)
 
 
@@ -141,12 +148,12 @@ def _check(paths: Sequence[Path], book: RuleBook, *, as_json: bool) -> int:
 def _tell(checked: RuleBook) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for fault in checked.faults:
-        console.print(Text.assemble((f"{fault.path}:{fault.line}", "bold"), f": {fault.message}"))
+        console.print(Text.assemble((f"{fault.path}:{fault.line}", "bold"), f": {say(fault.message)}"))
         if console.is_terminal and (line := linecache.getline(fault.path, fault.line).strip()):
             console.print(Text(f"    {line}", "dim"))
     sound = count(len(checked.rules), "rule")
     if not checked.faults:
-        console.print(f"{sound}, no faults")
+        console.print(say(f"{sound}, no faults"))
         return
     files = count(len({fault.path for fault in checked.faults}), "file")
-    console.print(f"{count(len(checked.faults), 'fault')} in {files}; {sound} without")
+    console.print(say(f"{count(len(checked.faults), 'fault')} in {files}; {sound} without"))

@@ -26,6 +26,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model.case import OutcomeKind
 from oomdoctor.program.compiled import source_of
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anyway",
         action="store_true",
-        help="run it again also where something that it did cannot be taken back, such as a file that it wrote",
+        help="run it again also where something that it did cannot be undone, such as a file that it wrote",
     )
     parser.add_argument("--simulate", metavar="SIZE", help="behave as a machine with a GPU of that much memory")
     parser.add_argument(
@@ -149,12 +150,12 @@ def _write(args: argparse.Namespace, script: Path) -> None:
     is_written = args.diff is not None and case.outcome.kind is OutcomeKind.HEALED
     for patch in (one.patch for one in case.plan.candidates if is_written and one.label in case.outcome.fixes):
         if isinstance(patch, Refused):
-            print(f"oomdoctor run: no diff: {patch.reason}", file=sys.stderr)
+            print(say(f"oomdoctor run: no diff: {patch.reason}"), file=sys.stderr)
         else:
             _of_rank(args.diff).write_text(patch.diff(script.name), encoding="utf-8")
     if case.outcome.anyway and pipeline.admitted(case, args.auto):
         again = f"`oomdoctor run --anyway {script}` runs it again; what is named stays as it is"
-        print(f"  Anyway  {again}", file=sys.stderr)
+        print(f"  {say('Anyway')}  {say(again)}", file=sys.stderr)
 
 
 def _status(error: Any) -> int:
@@ -199,7 +200,7 @@ class ScriptShell(InteractiveShell):
 
     Attributes:
         script: its path.
-        anyway: whether it is run again although something of the failed run cannot be taken back.
+        anyway: whether it is run again although something of the failed run cannot be undone.
         source: the changed text that a restarted job begins with, None where it is the script's own.
         joins_job: whether the ranks of a job that a launcher has started are healed together.
     """

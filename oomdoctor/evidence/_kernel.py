@@ -112,7 +112,7 @@ def less(whole: Measured, *parts: Measured) -> Measured:
     return max(whole - taken, 0)
 
 
-_UNLIMITED: Final = 1 << 60
+UNLIMITED: Final = 1 << 60
 """v1 writes the largest count of pages for no limit, which is a little less than 2**63 bytes."""
 _NO_LIMIT: Final = Unavailable("the memory cgroup sets no limit")
 
@@ -141,7 +141,7 @@ class Cgroup(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "own"}
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What a version calls its files and the keys of its ``memory.stat``, which count the groups below as well."""
 
     version: int
@@ -156,7 +156,7 @@ class _Form(NamedTuple):
     unwritten: tuple[str, str]
 
 
-_V1: Final = _Form(
+_V1: Final = Form(
     version=1,
     mounts=("sys/fs/cgroup/memory",),
     usage="memory.usage_in_bytes",
@@ -169,7 +169,7 @@ _V1: Final = _Form(
     unwritten=("total_dirty", "total_writeback"),
 )
 # Above memory.high nothing is killed, but every allocation is stalled until enough was reclaimed.
-_V2: Final = _Form(
+_V2: Final = Form(
     version=2,
     mounts=("sys/fs/cgroup/unified", "sys/fs/cgroup"),
     usage="memory.current",
@@ -185,14 +185,14 @@ _V2: Final = _Form(
 
 def cgroup(root: Path = ROOT) -> Cgroup:
     """Return the group that leaves this process the least; where none sets a limit, its own."""
-    found = _folders(root)
+    found = group_folders(root)
     if isinstance(found, Unavailable):
         return Cgroup(found, found, found, found, found, found, found, found, found)
     form, folders = found
     return min((_group(form, folder, own=folders[0]) for folder in folders), key=_room)
 
 
-def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
+def _group(form: Form, folder: Path, *, own: Path) -> Cgroup:
     """Return what the files of ``folder`` tell.
 
     Pages that wait to be written cannot be dropped at once; tmpfs and locked pages stand on other lists than those
@@ -214,12 +214,12 @@ def _group(form: _Form, folder: Path, *, own: Path) -> Cgroup:
     )
 
 
-def _limit(form: _Form, folder: Path, stat: Table) -> Measured:
+def _limit(form: Form, folder: Path, stat: Table) -> Measured:
     """Return the strictest limit of one group; v1 tells in ``memory.stat`` also that of groups above it."""
     own = [_bound(folder / name) for name in form.limits]
     above = [stat["hierarchical_memory_limit"]] if form is _V1 else []
     told = [limit for limit in (*own, *above) if isinstance(limit, int)]
-    if told and min(told) < _UNLIMITED:
+    if told and min(told) < UNLIMITED:
         return min(told)
     return next((limit for limit in own if isinstance(limit, Unavailable)), _NO_LIMIT)
 
@@ -227,10 +227,10 @@ def _limit(form: _Form, folder: Path, stat: Table) -> Measured:
 def _bound(path: Path) -> Measured:
     """Return the number in ``path``, in which v2 writes ``max`` for no limit."""
     found = text(path)
-    return _UNLIMITED if isinstance(found, str) and found.strip() == "max" else number(path)
+    return UNLIMITED if isinstance(found, str) and found.strip() == "max" else number(path)
 
 
-def _ooms(form: _Form, folder: Path) -> Measured:
+def _ooms(form: Form, folder: Path) -> Measured:
     """Return how often the group ran out. v1 counts how often its limit was met, which page cache does as well."""
     if form is _V2:
         return Table(folder / "memory.events")["oom"]
@@ -247,7 +247,7 @@ def _room(group: Cgroup) -> float:
     return group.limit - group.used + (group.reclaimable if isinstance(group.reclaimable, int) else 0)
 
 
-def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
+def group_folders(root: Path) -> tuple[Form, list[Path]] | Unavailable:
     """Return the version in force, and the folders of this process's own group and of those above it."""
     memberships = text(root / "proc/self/cgroup")
     if isinstance(memberships, Unavailable):
@@ -263,7 +263,7 @@ def _folders(root: Path) -> tuple[_Form, list[Path]] | Unavailable:
     return (form, folders) if folders else Unavailable("this process is in the root of the cgroups, without a limit")
 
 
-def _membership(text: str) -> tuple[_Form, str] | Unavailable:
+def _membership(text: str) -> tuple[Form, str] | Unavailable:
     """Return version and path of this process's memory cgroup, by ``/proc/self/cgroup``."""
     unified = None
     lines = [line.split(":", 2) for line in text.split("\n") if line]
@@ -288,7 +288,7 @@ def _place(top: Path, path: str) -> Path:
     return next(filter(may_exist, folders), top)
 
 
-def _upwards(form: _Form, own: Path, top: Path) -> Iterator[Path]:
+def _upwards(form: Form, own: Path, top: Path) -> Iterator[Path]:
     """Yield the folders with a memory controller from ``own`` up to ``top``, those whose limit counts for it."""
     for folder in (own, *own.parents):
         if may_exist(folder / form.usage):

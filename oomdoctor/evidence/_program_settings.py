@@ -77,6 +77,7 @@ def told(
         "framework": ", ".join(name for name in _FRAMEWORKS if name in named or name in loaded) or None,
         "generates": _first(calls(program.running), lambda call: bool(call.receiver) and call.tail == "generate"),
         "numpy_call": next((call.text for call in running if call.name.startswith(("np.", "numpy."))), None),
+        "pandas_call": next((call.text for call in running if call.name.startswith(("pd.", "pandas."))), None),
         "num_workers": workers,
         "prefetch": ahead,
         "pin_memory": pins or any(_of_loaders(basis, loaders, "pin_memory", False)),

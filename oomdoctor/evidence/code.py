@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -26,11 +26,11 @@ from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
-from oomdoctor.program.definitions import read
-from oomdoctor.program.dependencies import ground, is_gradless_at, lines_among, unreached
+from oomdoctor.program.definitions import Program, read
+from oomdoctor.program.dependencies import Ground, ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
-from oomdoctor.program.repeatability import not_repeatable
+from oomdoctor.program.repeatability import Repetition, not_repeatable
 from oomdoctor.program.training_loops import training_loops
 from oomdoctor.sandbox.copies import answered
 
@@ -77,24 +77,9 @@ def facts(
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)
     under = ground(program)
-    # An iterator that the failing cell makes itself is made again.
-    uses = first_uses(cells.failing.source)
-    live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
-    source = cells.failing.source.strip()
+    ahead = _ahead(program, cells.failing.source, namespace, line, running, standing or {})
     off = {name for name, value in namespace.items() if value is False}
-    at_top = bound_names(cells.failing.source).difference(namespace)
-    own = {} if line is None else {name: own_names(value) for name, value in namespace.items()}
-    top = {(cells.failing.number, line or 0): Standing(at_top, own)}
-    ahead = unreached(program, line, running, {**(standing or {}), **top})
-    repetition = not_repeatable(
-        program,
-        lambda name: _home(live.get(name)),
-        {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR},
-        under,
-        ahead,
-        off=off,
-        is_kept=is_kept,
-    )
+    repetition = _repetition(program, cells.failing.source, namespace, under, ahead, off=off, is_kept=is_kept)
     loops = training_loops(program, kinds, line, running)
     objects = Objects(
         namespace=namespace,
@@ -134,11 +119,51 @@ def facts(
         float32_only=float32_only(model for _, model in modules),
         world_size=world_size(),
         replicas=replicas(modules),
-        reruns=sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0,
+        reruns=_reruns(cells),
         trainers=trainers(program, under, passed, modules),
         **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )
+
+
+def _ahead(
+    program: Program,
+    source: str,
+    namespace: Mapping[str, Any],
+    line: int | None,
+    running: Collection[tuple[int, int]],
+    standing: Mapping[tuple[int, int], Standing],
+) -> frozenset[int]:
+    """Return the ids of the nodes of the failing cell's program that were not reached; see `unreached`."""
+    at_top = bound_names(source).difference(namespace)
+    own = {} if line is None else {name: own_names(value) for name, value in namespace.items()}
+    return unreached(program, line, running, {**standing, (program.failing, line or 0): Standing(at_top, own)})
+
+
+def _repetition(
+    program: Program,
+    source: str,
+    namespace: Mapping[str, Any],
+    under: Ground,
+    ahead: Container[int],
+    *,
+    off: Container[str],
+    is_kept: bool,
+) -> Repetition:
+    """Return what a second run of the failing cell would do a second time; see `not_repeatable`."""
+    uses = first_uses(source)
+    # An iterator that the failing cell makes itself is made again.
+    live = {name: value for name, value in namespace.items() if uses.get(name) is not FirstUse.BINDS}
+    iterators = {name for name, value in live.items() if kind_of(type(value)) is Kind.ITERATOR}
+    return not_repeatable(
+        program, lambda name: _home(live.get(name)), iterators, under, ahead, off=off, is_kept=is_kept
+    )
+
+
+def _reruns(cells: Cells) -> int:
+    """Return how often the failing cell had run before."""
+    source = cells.failing.source.strip()
+    return sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0
 
 
 def _off_within(namespace: Mapping[str, Any]) -> set[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -47,10 +47,12 @@ from oomdoctor.objects.frames import (
     steps_of,
     traceback_of,
 )
-from oomdoctor.objects.kinds import Kind, kind_of, spelled
+from oomdoctor.objects.kinds import Kind, kind_of, name_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import torch_functions
+from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
+from oomdoctor.sandbox import reserve
 
 if TYPE_CHECKING:
     from oomdoctor.evidence import census
@@ -97,7 +99,9 @@ def collect(
     else:
         counts = tuple(Census(device=memory.name, found=0, allocated=memory.allocated) for memory in memories)
         memories = tuple(replace(memory, allocated=0, reserved=0) for memory in memories)
-    beside: tuple[HostHolding, ...] = _if_room(lambda: largest(names, passed_over), ())
+    local = partial(_local_names, exc, filenames, spelled(session.namespace))
+    beside: tuple[HostHolding, ...] = _if_room(lambda: largest([*names, *local()], passed_over), ())
+    beside = _if_room(lambda: tuple(_with_line(one, session, line) for one in beside), beside)
     return Evidence(
         devices=(*memories, *others),
         host=_with_bare(whole, counts, beside),
@@ -105,6 +109,22 @@ def collect(
         censuses=counts,
         code=code,
     )
+
+
+def _local_names(
+    exc: BaseException | None, filenames: Mapping[str, int], namespace: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what functions of the program held in their own names when the failure went through them."""
+    for frame in frames_of(exc, filenames, namespace):
+        if frame.is_program and not frame.code_names:
+            yield from frame.values.items()
+
+
+def _with_line(held: HostHolding, session: Session, line: int | None) -> HostHolding:
+    """Return what is held with the line of the failing cell that makes it hold more; none for what no loop grows."""
+    cell = session.cells.failing
+    grown = None if line is None else growing(cell.source).get(held.path)
+    return held if grown is None else replace(held, grown_by=f"In[{cell.number}] line {grown}")
 
 
 def _counted(
@@ -268,6 +288,9 @@ def _uncounted(memory: DeviceMemory) -> Census:
 
 
 _MOST_OBJECTS: Final = 300_000
+_ROOM_FOR_ALL: Final = 96 * MIB
+_MOST_WHERE_SHORT: Final = 30_000
+"""To note an object takes some 150 bytes."""
 _AT_ONCE: Final = 10_000
 _LISTED: Final = 5
 _SIZED: Final = frozenset(map(id, (bytes, bytearray, str, int, float, complex, list, tuple, dict, set, frozenset)))
@@ -295,7 +318,7 @@ class _Search:
 
     def __init__(self, seen: set[int]) -> None:
         self._seen = seen
-        self._left = _MOST_OBJECTS
+        self._left = _MOST_OBJECTS if reserve.has_room(_ROOM_FOR_ALL) else _MOST_WHERE_SHORT
         self._of_tensors: frozenset[int] | None = None
 
     def below(self, name: str, value: Any) -> HostHolding | None:
@@ -319,7 +342,8 @@ class _Search:
         size = own + in_arrays
         if size < MIB:
             return None
-        return HostHolding(path=name, bytes=size, array_bytes=in_arrays, arrays=arrays, objects=objects)
+        kind = name_of(type(value))
+        return HostHolding(path=name, bytes=size, array_bytes=in_arrays, arrays=arrays, objects=objects, kind=kind)
 
     def _fresh(self, level: list[Any]) -> list[Any]:
         """Return those that were not met before, each once, as far as the budget goes, and note them."""

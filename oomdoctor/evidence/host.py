@@ -21,7 +21,7 @@ import psutil
 from oomdoctor.evidence import _kernel, _processes
 from oomdoctor.model.memory import DeviceMemory, HostMemory, Measured, Pressure, Usage
 from oomdoctor.model.unavailable import Unavailable
-from oomdoctor.sandbox import reserve
+from oomdoctor.sandbox import data_limit, reserve
 
 _NO_FILES: Final = Unavailable("the system does not tell how many files are open")
 _NOT_NOTED: Final = Unavailable("it was not noted while the modules were loaded, as no limit on this process was set")
@@ -130,6 +130,8 @@ def _limit(root: Path) -> tuple[Measured, Measured, str | Unavailable]:
     """
     status = _kernel.Table(root / "proc/self/status")
     found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
+    if data_limit.ceiling is not None:
+        found.append((data_limit.ceiling[0], status["VmData"], data_limit.ceiling[1]))
     told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
     if told:
         return min(told, key=lambda one: one[0] - one[1])  # type: ignore[operator]
@@ -143,6 +145,9 @@ def _soft(name: str) -> Measured:
     import resource
 
     soft, _ = resource.getrlimit(getattr(resource, name))
+    if name == data_limit.NAME:
+        own = data_limit.soft()
+        soft = resource.RLIM_INFINITY if own is None else own
     return Unavailable(f"{name} is not set") if soft == resource.RLIM_INFINITY else soft
 
 

@@ -282,9 +282,7 @@ def check_host_room(evidence: Evidence, size: int, *, is_simulated: bool = False
     """
     if evidence.device.tensor_device == "cpu" and not (is_simulated and evidence.device.simulated):
         if evidence.device.simulated:
-            raise Unfit(
-                "the virtual accelerator counts host memory: moving tensors there frees nothing on this machine"
-            )
+            raise Unfit("the simulated GPU counts host memory: moving tensors there frees nothing on this machine")
         raise Unfit("the tensors are in host memory already")
     room = _room(evidence.host)
     if room is not None and room < size:

@@ -49,7 +49,7 @@ from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.literals import Book
-from oomdoctor.program.names import bound_by, imported
+from oomdoctor.program.names import all_imports_in, bound_by
 from oomdoctor.program.regions import Region, regions
 from oomdoctor.program.training_loops import batch_of, called_like_a_model
 
@@ -267,10 +267,7 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     sequence_first = [one for one in known.values() if one is not None and one.sequence_first]
     dim = dim if dim is not None else int(any(one.training for one in sequence_first))
     plain = {*texts, *functions, *losses, *named, *(text.partition(".")[0] for text in named), "self"}
-    plain |= {name for tree in trees for node in ast.walk(tree) for name, _ in imported(node)}
-    plain |= {n.name for one in trees for n in ast.walk(one) if isinstance(n, ast.ClassDef)}
-    plain |= {model.path for model in code.models} | {path for path, _ in code.optimizers} if not function else set()
-    plain |= set(_constants(book, program, region))
+    plain.update(_named_otherwise(book, code, program, region))
     batch = tuple(name for name in batch_of(region) if name not in plain)
     return Split(
         batch=batch,
@@ -282,6 +279,17 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
         plain=plain,
         dim=dim,
     )
+
+
+def _named_otherwise(book: Book, code: CodeFacts, program: Program, region: Region) -> Iterator[str]:
+    """Yield names that hold no part of a batch: of imports, classes, constants, and of models and optimizers."""
+    for page in book.pages:
+        yield from (name for name, _ in all_imports_in(page.cell.source))
+        yield from (node.name for node in ast.walk(page.tree) if isinstance(node, ast.ClassDef))
+    if not region.function:
+        yield from (model.path for model in code.models)
+        yield from (path for path, _ in code.optimizers)
+    yield from _constants(book, program, region)
 
 
 def _constants(book: Book, program: Program, region: Region) -> Iterator[str]:

@@ -162,11 +162,7 @@ def run(
         time_s: time after which the run is cut.
         others: further settings of the allocator that are asked about.
     """
-    # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
-    tracker = Tracker(start.ledger, counts_scratch=not cached and card is None)
-    if card is not None:
-        asks_host = card.held is not None and session.accelerator.name == "cpu"
-        tracker = DeviceTracker(start.ledger, card, asks_host=asks_host)
+    tracker = _tracker(session, start, card, cached=cached)
     loops = LoopModel(start.optimizers, asker, tracker.ledger, KeptLists(session.namespace, is_followed))
     loops.until = time.monotonic() + time_s * _UNLIKE_SHARE
     # Of what lies on an emulated device no values are known, so that no loop there has an end that can be told.
@@ -201,6 +197,14 @@ def run(
     note_roles(tracker, start.modules)
     reading = reading_of(run)
     return reading if calls is None else replace(reading, modules=calls.told())
+
+
+def _tracker(session: Session, start: Start, card: Card | None, *, cached: bool) -> Tracker:
+    """Return what follows the storages, on an emulated device where there is one."""
+    if card is None:
+        # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
+        return Tracker(start.ledger, counts_scratch=not cached)
+    return DeviceTracker(start.ledger, card, asks_host=card.held is not None and session.accelerator.name == "cpu")
 
 
 def _stopped(error: BaseException, run: Run, card: Card | None) -> Reading | None:

@@ -52,9 +52,11 @@ class Reading:
         """Return the forecast for a budget, with its slowdown.
 
         Args:
-            unchanged_cost: cost of the unchanged cell's dry run; falsy if not known.
+            unchanged_cost: cost of the unchanged cell's dry run; falsy if not known, as where a part of it was followed
+                of which it is not known how large it is.
         """
-        slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and self.forecast.refused is None else None
+        is_compared = unchanged_cost and self.cost and self.forecast.refused is None
+        slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and is_compared else None
         return replace(self.forecast, budget=budget, slowdown=slowdown)
 
     def with_settings(self, settings: Settings, told: Forecast) -> Forecast | None:

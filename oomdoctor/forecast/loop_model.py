@@ -160,9 +160,12 @@ class LoopModel:
 
     @property
     def share(self) -> float:
-        """How many times the followed part of the training loop the whole of it is; 1 where that is not known."""
+        """How many times the followed part of the training loop the whole of it is; 0 where loops were cut without one.
+
+        Of those it is not known how much of them two programs have followed, so that what both cost is not compared.
+        """
         if self._first is None:
-            return 1.0
+            return 0.0 if self.cuts else 1.0
         # Of epochs one counts, however many were followed.
         whole = (self._first.total or 0) / self._first.turns
         return whole * self._first.steps.total() / self._all_steps

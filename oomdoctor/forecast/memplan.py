@@ -185,7 +185,7 @@ def _place(card: Card) -> Place:
 def _plan(
     session: Session, fit: Fit, ahead: Callable[[], Evidence], fixes: Sequence[Fix], *, time_s: float
 ) -> Plan | None:
-    """Price the fixes where the cell is forecast not to fit, or not for certain."""
+    """Price the fixes where the cell is forecast not to fit, or may not."""
     forecast = fit.forecast
     if forecast.peak is None or fit.verdict not in (Verdict.TOO_LARGE, Verdict.BORDERLINE):
         return None

@@ -272,10 +272,13 @@ STRONG: Final = (
 """What is said where memory ran out, looked for before all else."""
 ANCHORS: Final = (
     "emor", "lloc", "kill", "exhaust", "rror", "ernel", "signal", "fail", "rash", "137", "shm", "torch", "seg",
-    "oom", "keyboardint", "driver", "timeo", "timed o", "peer", "invalid",
+    "oom", "badness", "keyboardint", "driver", "timeo", "timed o", "peer", "invalid",
 )  # fmt: skip
 """Pieces of words that the messages of the table have. What is said in ``STRONG`` contains one of them."""
-TRANSLATED: Final = ("已杀死", "无法分配内存", "getötet", "processus arrêté", "強制終了", "убито")
+TRANSLATED: Final = (
+    *("已杀死", "无法分配内存", "getötet", "processus arrêté", "強制終了", "убито"),
+    *("显存", "内存不足", "内存溢出", "メモリ不足", "メモリが", "메모리 부족"),
+)
 """The same in the languages that are met most; looked for where a text is not ASCII."""
 
 

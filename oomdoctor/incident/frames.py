@@ -30,10 +30,10 @@ _FRAME: Final = re.compile(
 )
 _ARROW: Final = re.compile(r"^(?:-{1,8}>|❱)\s?(?P<line>\d{1,7})\s?(?P<source>[^\n]{0,500})$", re.MULTILINE)
 _MARKS: Final = re.compile(r"[\s^~]{1,500}$")
-_TORCH: Final = re.compile(
+TORCH: Final = re.compile(
     r"(?:site|dist)-packages[/\\](?:torch|functorch)[/\\]|^<frozen|/lib/python\d\.\d{1,2}/(?!(?:site|dist)-)"
 )
-_INSTALLED: Final = re.compile(r"(?:site|dist)-packages[/\\]")
+INSTALLED: Final = re.compile(r"(?:site|dist)-packages[/\\]")
 _STATEMENT: Final = re.compile(
     r"(?:return|await|yield|assert|del)\s|[A-Za-z_][\w.\[\]'\", ]{0,120}\s[-+*/@]?=\s(?!=)|[A-Za-z_][\w.\[\]]{0,120}\("
     r"|(?:with|for|if|elif|while)\s[^\n]{1,400}:$"
@@ -62,8 +62,8 @@ def place_of(lines: str, at: int) -> dict[str, Any]:
         source = _source_above(lines, at)
         return {"cell": CellLine(number=None, line=None, source_line=source) if source else None}
     cells = [frame for frame in frames if frame.number is not None]
-    shown = [frame for frame in frames if frame.source and not _TORCH.search(frame.path)]
-    own = cells or [frame for frame in shown if not _INSTALLED.search(frame.path)]
+    shown = [frame for frame in frames if frame.source and not TORCH.search(frame.path)]
+    own = cells or [frame for frame in shown if not INSTALLED.search(frame.path)]
     reached = [frame for frame in shown if not frame.source.startswith("raise ")]
     outer = _told(own[0]) if own else None
     inner = _told(reached[-1]) if reached else None

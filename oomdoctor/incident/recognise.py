@@ -28,6 +28,7 @@ from inspect import getattr_static
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+from oomdoctor.errors import HostMemoryPressure
 from oomdoctor.incident.clean import clean
 from oomdoctor.incident.scan import find, ranked, same
 from oomdoctor.model.incident import CellLine, Family, Incident
@@ -158,6 +159,8 @@ def _text(exc: BaseException, most: int) -> str:
 
 
 def _understood(exc: BaseException, text: str) -> Incident:
+    if issubclass(type(exc), HostMemoryPressure):  # an exception may raise whatever it is asked for
+        return _of_guard(exc)
     lines = clean(text)
     found = ranked(find(lines), lines)
     if found and found[0].is_oom:
@@ -171,6 +174,18 @@ def _understood(exc: BaseException, text: str) -> Incident:
     if known is not None:
         return Incident(is_oom=True, family=known, device="cpu" if known is Family.HOST else None)
     return found[0] if found else Incident(is_oom=False, family=Family.NOT_OOM)
+
+
+def _of_guard(exc: BaseException) -> Incident:
+    """Return what the host guard has raised, with the figures that it carries."""
+    used, limit, requested = (_size(_own(exc, name)) for name in ("used", "limit", "requested"))
+    free = None if used is None or limit is None else max(limit - used, 0)
+    told = Incident(is_oom=True, family=Family.HOST, format="guard", device="cpu")
+    return replace(told, requested=requested, total=limit, free=free)
+
+
+def _size(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _known_class(kind: type[BaseException]) -> Family | None:

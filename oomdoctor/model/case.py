@@ -44,6 +44,7 @@ class Finding:
         confidence: the rule author's estimate of how often it is right when it fires, 0 to 1; not measured.
         because: sentences with the user's own numbers.
         fixes: ids of the fixes that the rule suggests, best first.
+        page: address of the rule's page, empty where there is none.
     """
 
     rule: str
@@ -52,6 +53,7 @@ class Finding:
     confidence: float
     because: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
+    page: str = ""
 
 
 class OutcomeKind(StrEnum):
@@ -105,6 +107,7 @@ class Outcome:
         why: one sentence; for a refusal, what could not be brought back.
         checked: what the trial of the change has shown: what was compared, or why it could not be tried.
         anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
+        interrupted: whether the user ended the last attempt.
         ranks: how the ranks of a job went together, None where this process is alone.
     """
 
@@ -118,6 +121,7 @@ class Outcome:
     why: str = ""
     checked: str = ""
     anyway: bool = False
+    interrupted: bool = False
     ranks: RanksTogether | None = None
 
 

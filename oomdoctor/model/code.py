@@ -218,7 +218,7 @@ class CodeFacts:
     Attributes:
         local_models: models that only locals of the functions lead to that were running.
         steppers: what the optimizers of ``optimizers`` are like.
-        not_repeatable: calls of the failing run that cannot be taken back and may have been made, ``line: call``;
+        not_repeatable: calls of the failing run that cannot be undone and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed; ``written_anew``: calls that write a file as
             a whole, which a second run does as well.
         grad_disabled: the failing line ran under ``no_grad`` or ``inference_mode``.
@@ -227,7 +227,7 @@ class CodeFacts:
         hooks: where a hook is registered that keeps what passes through it.
         classes: how many classes models may predict: outputs of last linear layers, and rows of embeddings as wide.
         generates: a call of ``generate``.
-        numpy_call: the call of NumPy in the failing line, its text alone.
+        numpy_call: the call of NumPy in the failing line, its text alone; ``pandas_call``: that of pandas.
         batch_sizes: ``(path, samples in a batch)`` of each loader that puts its batches together itself.
         num_workers: worker processes of a loader, the most; None where no loader is known. ``prefetch``: batches that
             each of them fetches ahead.
@@ -267,6 +267,7 @@ class CodeFacts:
     classes: tuple[int, ...] = ()
     generates: str | None = None
     numpy_call: str | None = None
+    pandas_call: str | None = None
     batch_sizes: tuple[tuple[str, int], ...] = ()
     num_workers: int | None = None
     prefetch: int | None = None

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Family(StrEnum):
-    """Who refused the memory. The words are those of the labelled message corpus."""
+    """Who refused the memory. The words are those of the labelled message corpora."""
 
     CUDA = "cuda_oom"
     CUDA_INIT = "cuda_init_oom"
@@ -15,6 +15,10 @@ class Family(StrEnum):
     MPS = "mps_oom"
     XPU = "xpu_oom"
     NPU = "npu_oom"
+    MUSA = "musa_oom"
+    MLU = "mlu_oom"
+    HPU = "hpu_oom"
+    NEURON = "neuron_oom"
     CUBLAS = "cublas_alloc"
     CUDNN = "cudnn_alloc"
     HOST = "host_oom"

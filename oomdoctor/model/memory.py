@@ -246,6 +246,8 @@ class HostHolding:
         path: the name.
         bytes: of arrays and of Python objects; ``array_bytes``: of arrays alone.
         arrays: how many arrays; ``objects``: how many Python objects of builtin types.
+        kind: the class of what the name leads to, such as ``list`` or ``DataFrame``; empty where it is not told.
+        grown_by: the line of the failing cell that makes it hold more with each round, such as ``In[3] line 4``.
     """
 
     path: str
@@ -253,6 +255,8 @@ class HostHolding:
     array_bytes: int
     arrays: int
     objects: int
+    kind: str = ""
+    grown_by: str | None = None
 
 
 _UNREAD: Final = Unavailable("it was not read")

@@ -15,6 +15,8 @@ from oomdoctor.model.session import Standing
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
 from oomdoctor.objects.named import is_installed
 
+_TOP_LEVEL: Final = ("<module>", "<cell line: ")
+"""What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
 _cause: Final = vars(BaseException)["__cause__"].__get__
 _context: Final = vars(BaseException)["__context__"].__get__
 _traceback: Final = vars(BaseException)["__traceback__"]
@@ -239,6 +241,16 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
     first = next((at for at, frame in enumerate(stack) if _is_program(frame, namespace)), 0)
     del stack[:first]
     yield from (_read(frame, frame.f_lineno, cells, namespace)._replace(ends=True) for frame in stack)
+
+
+def line_of_cell(thread: int | None, globals_: Mapping[str, Any]) -> int | None:
+    """Return the line that the cell on a thread stands at, the outermost of its own; None where it awaits."""
+    frame, found = sys._current_frames().get(thread or 0), None
+    while frame is not None:
+        if frame.f_globals is globals_ and frame.f_code.co_name.startswith(_TOP_LEVEL):
+            found = frame.f_lineno
+        frame = frame.f_back
+    return found
 
 
 def in_backward_elsewhere() -> bool:

@@ -135,7 +135,7 @@ class Stream(Memento):
     def lost(self, code: Code) -> Iterator[str]:
         """Yield a sentence if seeds were taken meanwhile."""
         if _spawned(self._generator) != self._spawned:
-            yield "seeds were taken from the seed of a generator of numpy's, which cannot be taken back"
+            yield "seeds were taken from the seed of a generator of numpy's, which cannot be undone"
 
     def changed(self) -> str | None:
         """Return whether it was drawn from, or set."""

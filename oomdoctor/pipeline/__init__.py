@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from oomdoctor.pipeline.candidates import admitted as admitted
 from oomdoctor.pipeline.candidates import beyond_cure as beyond_cure
+from oomdoctor.pipeline.failure import INTERRUPTED as INTERRUPTED
 from oomdoctor.pipeline.failure import accelerator_of as accelerator_of
 from oomdoctor.pipeline.failure import budget_of as budget_of
 from oomdoctor.pipeline.failure import by_message as by_message
 from oomdoctor.pipeline.failure import cases as cases
 from oomdoctor.pipeline.failure import diagnose as diagnose
+from oomdoctor.pipeline.failure import interrupted as interrupted
 from oomdoctor.pipeline.failure import last_case as last_case
 from oomdoctor.pipeline.failure import memories as memories
 from oomdoctor.pipeline.failure import observe as observe

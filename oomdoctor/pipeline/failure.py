@@ -80,9 +80,16 @@ def unpriced(*, pending: bool = False) -> Plan:
     return Plan(unchanged=Forecast(basis=basis), pending=pending)
 
 
-def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False) -> Case:
-    """Find the causes, ``by_message`` by what the failure says alone."""
-    return replace(case, findings=rules.match(case.incident, None if by_message else case.evidence))
+def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False, docs_url: str = "") -> Case:
+    """Find the causes, ``by_message`` by what the failure says alone.
+
+    Args:
+        docs_url: where the documentation is read, which has a page of each rule.
+    """
+    found = rules.match(case.incident, None if by_message else case.evidence)
+    if docs_url:
+        found = tuple(replace(one, page=f"{docs_url.rstrip('/')}/rules/{one.rule}/") for one in found)
+    return replace(case, findings=found)
 
 
 def accelerator_of(name: str | None) -> Accelerator:
@@ -144,6 +151,14 @@ def refused(case: Case, why: str, *, anyway: bool = False) -> Case:
     return replace(case, outcome=Outcome(kind=OutcomeKind.REFUSED, state=State.UNVERIFIED, why=why, anyway=anyway))
 
 
+def interrupted(case: Case, transaction: Transaction) -> Case:
+    """Return a case whose retry the user has ended, and whose state was put back."""
+    lost = tuple(transaction.losses())
+    state = State.UNVERIFIED if lost else State.RESTORED
+    ended = Outcome(kind=OutcomeKind.FAILED, state=state, why="; ".join(lost), interrupted=True)
+    return replace(case, outcome=ended)
+
+
 def cases() -> tuple[Case, ...]:
     """Return the cases of this process, oldest first."""
     return tuple(_cases)
@@ -154,7 +169,7 @@ def last_case() -> Case | None:
     return _cases[-1] if _cases else None
 
 
-_INTERRUPTED: Final = "the forecasts were interrupted"
+INTERRUPTED: Final = "the forecasts were interrupted"
 _NO_TENSORS: Final = "forecasts are of tensors, and torch is not loaded"
 
 
@@ -168,10 +183,12 @@ def plan(
     at_most: int | None = None,
     is_hurried: bool = False,
     without: Collection[str] = (),
+    tell: Callable[[Plan], None] = lambda _: None,
 ) -> Case:
     """Price the fixes, and wait for it. For the arguments see ``planning``.
 
     Args:
+        tell: called with the plan whenever it is another one.
         is_hurried: whether it is enough that one change which keeps the results is seen to fit.
 
     Raises:
@@ -183,14 +200,15 @@ def plan(
     try:
         begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
-            *_, priced = begun.wait()
+            for priced in begun.wait():
+                tell(priced)
     except BaseException as exc:
         if isinstance(exc, KeyboardInterrupt) or is_of_signal(exc):
-            begun = begun or planning(case, session, transaction, time_budget_s=0.0, unforecast=_INTERRUPTED, **terms)
-            begun.cancel(_INTERRUPTED)
+            begun = begun or planning(case, session, transaction, time_budget_s=0.0, unforecast=INTERRUPTED, **terms)
+            begun.cancel(INTERRUPTED)
             record(replace(case, plan=begun.plan))
         raise
-    return replace(case, plan=priced)
+    return replace(case, plan=begun.plan)
 
 
 def planning(

@@ -65,7 +65,7 @@ async def heal(
     """
     from oomdoctor.incident import find_oom
 
-    lost = (*transaction.losses(), *(f"{call} cannot be taken back" for call in case.evidence.code.not_repeatable))
+    lost = (*transaction.losses(), *(f"{call} cannot be undone" for call in case.evidence.code.not_repeatable))
     ranks = case.evidence.code.world_size or 1
     alone = f"this process is one of {ranks} ranks, and the others would wait for it" if ranks > 1 else None
     if alone or (lost and not anyway):
@@ -133,7 +133,7 @@ class _Failures:
         self._files = self.places() if self.places is not None else {}
 
     def may_have_come_to_calls(self, choice: Choice, error: BaseException | None) -> bool:
-        """Return whether an attempt may have made calls that cannot be taken back, for all that its failure shows."""
+        """Return whether an attempt may have made calls that cannot be undone, for all that its failure shows."""
         seen = None if error is None else self._look(choice, error)
         self.came_further = seen is None or bool(seen[0].evidence.code.not_repeatable)
         return self.came_further
@@ -304,7 +304,9 @@ class Checks:
             why = f"results could not be checked: {trial.why}"
             return Refused(why) if self.by_itself else choice
         others = ", ".join(f"`{name}`" for name in trial.beside)
-        self.told = f"the same over {basis}" + (f"; {others} then holds other rows" if others else "")
+        self.told = f"the same over {basis}" + (
+            f"; afterwards {others} holds other rows of the batch" if others else ""
+        )
         for one, patch, attempt in ways:
             if one == way:
                 self.patches[choice.label] = patch

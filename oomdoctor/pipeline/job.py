@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from oomdoctor.ranks.circle import Circle, SilentRank, Word, WordKind
+from oomdoctor.ranks.circle import Circle, Word, WordKind
 from oomdoctor.ranks.groups import Groups
+from oomdoctor.ranks.presence import SilentRank
 from oomdoctor.sandbox import process_groups
 
 _BEGUN_S: Final = 3.0
@@ -46,6 +47,7 @@ class Job:
         is_oom: tells whether memory ran out with an error.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
+        is_running: whether a run is on, or is about to end.
         in_cells: whether the runs are cells, which some ranks may run without the others, of one long-lived group.
         stuck: why this rank cannot be released; empty where it was.
     """
@@ -57,6 +59,7 @@ class Job:
     seen_s: float = 0.0
     committed_s: float | None = None
     stuck: str = ""
+    is_running: bool = False
     in_cells: bool = False
     _sequence: int = 0
 
@@ -76,9 +79,12 @@ class Job:
         circle = self.circle
         if circle.epoch >= 0 or circle.restart:
             self.groups.prefix = f"oomdoctor/{circle.restart}/{circle.epoch + 1}"
+        self.groups.is_released = False
         self.seen_s, self._sequence = 0.0, self.groups.sequence() if self.in_cells else 0
         process_groups.is_from_before = self.in_cells
-        return circle.begin()
+        word = circle.begin()
+        self.is_running = True
+        return word
 
     def _is_alone(self) -> bool:
         """Whether other ranks do not run the cell that this one runs."""
@@ -90,6 +96,7 @@ class Job:
             return False
         is_apart = self.groups.sequence() == self._sequence if error is None else self._is_alone()
         if is_apart:
+            self.is_running = False
             self.circle.withdraw()
         return is_apart
 
@@ -97,6 +104,7 @@ class Job:
         """Make the group anew that was released, so that later cells have one. All ranks do so at the same time."""
         if self.in_cells:
             self.groups.prefix = f"oomdoctor/{self.circle.restart}/{self.circle.epoch}/mended"
+            self.groups.is_released = False
             self.groups.renew()
 
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
@@ -109,6 +117,7 @@ class Job:
             SilentRank: other ranks do not answer, or the store does not.
         """
         circle, self.ended_s, self.committed_s = self.circle, time.time(), None
+        self.is_running = False
         if error is None or (isinstance(error, SystemExit) and not error.code):
             word = circle.finish()
             if word.kind is WordKind.DONE:

@@ -107,7 +107,7 @@ def check_snapshot() -> None:
     """Refuse where torch has no CUDA allocator to take a snapshot of."""
     torch = sys.modules.get("torch")
     if simulated() is not None:
-        raise NotAvailable("there is no snapshot: the virtual accelerator has no CUDA allocator")
+        raise NotAvailable("there is no snapshot: the simulated GPU has no CUDA allocator")
     if torch is None or not torch.cuda.is_initialized():
         raise NotAvailable("there is no snapshot: this process uses no CUDA device, whose allocator keeps one")
 

@@ -24,12 +24,14 @@ from oomdoctor.model.case import Case, OutcomeKind, RanksTogether
 from oomdoctor.model.fix import Fix, Patch
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.session import Attempt, Session
+from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.pipeline.candidates import choices_of, with_made
 from oomdoctor.pipeline.failure import budget_of, refused, uncounted
 from oomdoctor.pipeline.healing import Checks
 from oomdoctor.pipeline.job import Job, PeerOutOfMemory, ended_by, told_of
-from oomdoctor.ranks.circle import SilentRank, Word, WordKind
+from oomdoctor.ranks.circle import Word, WordKind
+from oomdoctor.ranks.presence import RankLeft, SilentRank
 from oomdoctor.ranks.restart import Terminated, WrittenDown, end_as_an_error, restarts_left, write_down
 from oomdoctor.ranks.vote import Condition, Offer, OfferedDose, Vote, decide, digest, objection
 from oomdoctor.retry import Choice, Transaction
@@ -74,7 +76,6 @@ class Together:
     agreed_s: float | None = None
     _made: dict[str, Candidate] = field(default_factory=dict)
     _unfit: dict[str, str] = field(default_factory=dict)
-    _stated: int = -1
     _begun: int = -1
     _rounds: int = 0
     _offer: Offer | None = None
@@ -92,11 +93,16 @@ class Together:
         try:
             with end_as_an_error():
                 return await self._healed(run)
+        except RankLeft as left:
+            why = str(left)
         except SilentRank as silent:
             why, self.is_silent = f"{silent}{self._written_down()}", True
         except Terminated:
             self._written_down()
             os.kill(os.getpid(), signal.SIGTERM)
+            raise
+        except BaseException as exc:  # an interrupt, or a failure of ours
+            self._leave(told_of(exc))
             raise
         return self._with_ranks(refused(self.case, why)), None
 
@@ -164,13 +170,13 @@ class Together:
     def _state(self) -> str | None:
         """Say in what condition this rank is; return why no change is made, None where one may be."""
         code, circle = self.case.evidence.code, self.job.circle
-        calls = (f"{call} cannot be taken back" for call in code.not_repeatable)
+        calls = (f"{call} cannot be undone" for call in code.not_repeatable)
         parts = ["a group of some of the ranks cannot be made anew"] * (self.job.in_cells and self.job.groups.has_parts)
         losses = (*parts, *self.losses, *self.transaction.losses(), *calls, *filter(None, [self.job.groups.refused]))
         text = digest([self.session.cells.failing.source])
         stuck = self.job.stuck
         own = Condition(rank=circle.rank, program=text, losses=tuple(losses), unfit=tuple(self._unfit), stuck=stuck)
-        self._stated, self._rounds = circle.epoch, 0
+        self._rounds = 0
         circle.say("condition", 0, [own.program, own.losses, own.unfit, own.stuck])
         told = circle.hear("condition", 0, range(circle.world), _REACH_S)
         conditions = [
@@ -205,10 +211,9 @@ class Together:
         return ""
 
     def _leave(self, why: str) -> None:
-        """Say that this rank goes on no more, where the others may still wait for its condition."""
-        circle = self.job.circle
-        if self._stated < circle.epoch:
-            circle.say("condition", 0, ["", [why or "nothing more is tried"], [], ""])
+        """Say that this rank goes on no more, whatever the others may still wait for."""
+        with suppress(SilentRank):
+            self.job.circle.leave_talk(why or "nothing more is tried")
 
     def _agreed(self, offers: Iterator[Offer] | None) -> Choice | None:
         """Return the next change that all ranks make, None where there is none."""
@@ -279,7 +284,7 @@ class Together:
             forecast = self._forecast(offer, dose)
             if forecast.fits is not False:
                 return Vote(rank=circle.rank, least=at, why=forecast.refused or "")
-            needed = f"{dose.label} needs {forecast.peak} bytes of {forecast.budget}"
+            needed = f"{dose.label} needs {format_size(forecast.peak or 0)} of {format_size(forecast.budget or 0)}"
         return Vote(rank=circle.rank, least=None, why=needed)
 
     def _forecast(self, offer: Offer, dose: OfferedDose) -> Forecast:
@@ -353,6 +358,8 @@ class Together:
             if job.in_cells:
                 job.groups.renew()
             error = await run(attempt)
+        except Exception as exc:  # noqa: BLE001 - border: the change cannot be made here; the others are told
+            error = exc
         except BaseException as exc:
             job.circle.announce(WordKind.FAILED, told_of(exc))
             raise

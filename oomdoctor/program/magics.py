@@ -19,7 +19,9 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Definition: TypeAlias = Function | ast.ClassDef
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
-_PYTHON_BODIES: Final = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "memplan", "mempeak"})
+_PYTHON_BODIES: Final = frozenset(
+    {"time", "timeit", "capture", "prun", "memit", "mprun", "memplan", "mempeak", "memlimit"}
+)
 """Cell magics whose body is Python, run in the user's namespace."""
 
 _PYTHON_LINES: Final = frozenset({"time", "prun", "memit", "mempeak"})

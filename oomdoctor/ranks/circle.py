@@ -1,16 +1,15 @@
 """The ranks of one job, and what they say to each other over the job's own store.
 
-Each rank has two connections of its own to the store. On one, a thread waits for its bell, a key that other ranks set
-when there is news; it wakes for nothing else, and answers for the rank while the program runs. On the other, the main
-thread speaks. One *epoch* is one run of the program on all ranks. It ends with one *word*, the first that is spoken: a
-rank has run out of memory, or has failed otherwise, or all have come to their end.
+Each rank has two connections of its own to the store. On one, a thread waits for its bell (see ``presence``); it wakes
+for nothing else, and answers for the rank while the program runs. On the other, the main thread speaks. One *epoch* is
+one run of the program on all ranks. It ends with one *word*, the first that is spoken: a rank has run out of memory, or
+has failed otherwise, or all have come to their end.
 
-    bell/RANK               there is news for this rank
     word/EPOCH              how the epoch ended
     done/EPOCH              how many ranks have come to the end of it
     read/EPOCH              how many have read that all have, so that the last one clears away
-    alive/RANK              counts the answers of a rank's thread; at/RANK: the epoch that it was in then
     TOPIC/EPOCH/ROUND/RANK  what a rank has to say in the talk after an epoch
+    left/EPOCH/RANK         why a rank says nothing more in that talk
 
 All keys stand below ``oomdoctor/`` and the number of the job's restart. A job in which nothing happened leaves none.
 """
@@ -29,23 +28,15 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Final
 
-from oomdoctor.errors import OomDoctorError
+from oomdoctor.ranks.presence import ASK_S, JobStore, Presence, RankLeft, SilentRank, named
 
 _FOREVER: Final = timedelta(days=365)
 _ANSWER_S: Final = 30.0
 """Time that the store gets to answer."""
 _TALK_S: Final = 0.02
 """Time between two looks at the store while the ranks talk after an incident."""
-_ASK_S: Final = 3.0
-"""Time between two questions whether the ranks that are waited for are alive."""
 _APART_S: Final = 5.0
 """Time in which a cell that was sent to all ranks has begun on each."""
-SILENT_S: Final = 20.0
-"""Time after which a rank whose thread has not answered is given up: it was killed or stopped."""
-
-
-class SilentRank(OomDoctorError):
-    """Ranks that were waited for in vain; the text says which, and for how long."""
 
 
 class WordKind(StrEnum):
@@ -72,24 +63,6 @@ class Word:
     at_s: float = 0.0
 
 
-class _Store:
-    """The job's store; what it does not answer is a ``SilentRank``."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        asked = getattr(self._store, name)
-
-        def answered(*args: Any) -> Any:
-            try:
-                return asked(*args)
-            except RuntimeError as error:
-                raise SilentRank(f"the job's store does not answer ({type(error).__name__})") from None
-
-        return answered
-
-
 class Circle:
     """This rank among the ranks of its job.
 
@@ -100,6 +73,7 @@ class Circle:
 
     Attributes:
         epoch: number of the run that is on, -1 before the first.
+        presence: tells which ranks answer.
         kept: what has to live as long as the circle, as the server of the store.
         asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
         store_of: returns the part of the store for the job as it was started for the n-th time.
@@ -122,17 +96,19 @@ class Circle:
         self.rank, self.world, self.epoch = rank, world, -1
         self.restart, self._release = restart, release
         self._word: Word | None = None
-        self._is_open = False
+        self._is_open, self._is_listening = False, True
         self.released_s: float | None = None
         self._news = threading.Condition()
         self._lost = ""
         self._own: list[str] = []
-        self.asks_who_is_in, self.kept = False, None
+        self.asks_who_is_in = False
+        self.kept: Any = None
 
         terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
         connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
-        self.store_of: Callable[[int], Any] = lambda of: _Store(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
+        self.store_of: Callable[[int], Any] = lambda of: JobStore(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
         self._store = self.store_of(restart)
+        self.presence = Presence(self._store, rank, world)
         self._bell: Any = dist.PrefixStore(f"oomdoctor/{restart}/", connections[1])
         self._thread = threading.Thread(target=self._listen, name="oomdoctor-ranks", daemon=True)
         self._thread.start()
@@ -153,12 +129,9 @@ class Circle:
                 self._look(self._bell)
             except Exception as error:  # noqa: BLE001 - border: the store is gone, or Python ends
                 with self._news:
-                    self._lost = f"the job's store does not answer ({type(error).__name__})"
+                    self._lost = f"this rank hears nothing from the job's store any more ({type(error).__name__})"
                     self._news.notify_all()
                 return
-
-    _is_listening = True
-    kept: Any
 
     def _look(self, store: Any) -> None:
         """Take the word of this epoch where one was spoken, and let this rank out of its collectives."""
@@ -195,7 +168,7 @@ class Circle:
             return
         own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, at_s=at_s or time.time())))
         self._store.compare_set(f"word/{self.epoch}", "", own)
-        self._ring(range(self.world))
+        self.presence.ring(range(self.world))
 
     def speak(self, kind: WordKind, why: str = "", at_s: float = 0.0) -> Word:
         """Say how the epoch ends, and return how it did.
@@ -203,7 +176,7 @@ class Circle:
         This rank is out of its collectives on return, and the others are on their way.
         """
         self.announce(kind, why, at_s)
-        return self.wait_for_word(_ANSWER_S)
+        return self._ended(self.wait_for_word(_ANSWER_S))
 
     def wait_for_word(self, limit_s: float | None) -> Word:
         """Wait until the epoch has ended and this rank is released.
@@ -212,7 +185,7 @@ class Circle:
             SilentRank: it has not after ``limit_s``, or other ranks do not answer any more.
         """
         end = math.inf if limit_s is None else time.monotonic() + limit_s
-        others, peers = _Pulse(self), [rank for rank in range(self.world) if rank != self.rank]
+        others, peers = self.presence.pulse(), [rank for rank in range(self.world) if rank != self.rank]
         while True:
             with self._news:
                 word = self._word
@@ -223,7 +196,7 @@ class Circle:
                 if word is not None:
                     end = min(end, time.monotonic() + _ANSWER_S)
                 # In pieces: a signal is heeded between them.
-                self._news.wait(max(min(_ASK_S, end - time.monotonic()), 0.0))
+                self._news.wait(max(min(ASK_S, end - time.monotonic()), 0.0))
             if time.monotonic() >= end:
                 is_stuck = self._word is not None
                 what = "this rank could not be released" if is_stuck else "there was no answer from the store"
@@ -232,7 +205,7 @@ class Circle:
                 others.feel(peers)
                 if self.asks_who_is_in and (missing := self.missing(_APART_S)):
                     raise SilentRank(
-                        f"{_ranks(missing)} does not run this cell, in which this rank has waited for others"
+                        f"{named(missing)} does not run this cell, in which this rank has waited for others"
                     )
 
     def heard_within(self, seconds: float) -> Word | None:
@@ -250,29 +223,26 @@ class Circle:
             SilentRank: other ranks do not answer any more, or the store does not.
         """
         if self._store.add(f"done/{self.epoch}", 1) == self.world:
-            word = self.speak(WordKind.DONE)
-        else:
-            word = self.wait_for_word(None)
-        if word.kind is WordKind.DONE:
-            self._clear_away()
+            return self.speak(WordKind.DONE)
+        return self._ended(self.wait_for_word(None))
+
+    def _ended(self, word: Word) -> Word:
+        """Delete what is read where all have come to the end.
+
+        That is what this rank has said, and by the last one that has read it, the end.
+        """
+        if word.kind is WordKind.DONE and self._is_open:
+            self._is_open = False
+            for key in self._own:
+                self._store.delete_key(key)
+            self._own.clear()
+            if self._store.add(f"read/{self.epoch}", 1) == self.world:
+                for epoch in range(self.epoch + 1):
+                    for key in ("word", "done", "read"):
+                        self._store.delete_key(f"{key}/{epoch}")
+                for rank in range(self.world):
+                    self.presence.forget(rank)
         return word
-
-    def _clear_away(self) -> None:
-        """Delete what is read: what this rank has said, and by the last one that has read it, the end."""
-        self._is_open = False
-        for key in self._own:
-            self._store.delete_key(key)
-        self._own.clear()
-        if self._store.add(f"read/{self.epoch}", 1) == self.world:
-            for epoch in range(self.epoch + 1):
-                for key in ("word", "done", "read"):
-                    self._store.delete_key(f"{key}/{epoch}")
-            for rank in range(self.world):
-                self._forget(rank)
-
-    def _forget(self, rank: int) -> None:
-        self._store.delete_key(f"alive/{rank}")
-        self._store.delete_key(f"at/{rank}")
 
     def withdraw(self) -> None:
         """Take it that this epoch was not begun: the others had no part in what this rank has run."""
@@ -280,40 +250,15 @@ class Circle:
             self.epoch -= 1
             self._is_open = False
 
-    def not_answering(self, limit_s: float) -> list[int]:
-        """Return the ranks whose threads do not answer their bell within a while."""
-        others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + limit_s
-        before = {rank: int(self._store.add(f"alive/{rank}", 0)) for rank in others}
-        self._ring(others)
-        while others := [rank for rank in others if int(self._store.add(f"alive/{rank}", 0)) == before[rank]]:
-            if time.monotonic() >= end:
-                break
-            time.sleep(_TALK_S / 4)
-        return others
-
     def missing(self, limit_s: float) -> list[int]:
         """Return the ranks that do not come into this epoch within a while, or do not answer."""
-        others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + limit_s
-        while others:
-            self.not_answering(max(min(1.0, end - time.monotonic()), 0.0))
-            others = [rank for rank in others if not self._is_in(rank)]
-            if time.monotonic() >= end:
-                break
-        return others
+        return self.presence.missing(self.epoch, limit_s)
 
-    def _is_in(self, rank: int) -> bool:
-        key = f"at/{rank}"
-        return bool(self._store.check([key])) and int(self._store.get(key)) >= self.epoch
-
-    def _ring(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._store.set(f"bell/{rank}", "1")
+    # The talk after a run -------------------------------------------------------------------------------------------
 
     def owns(self, key: str) -> None:
         """Note a key of this rank's, which is deleted when a later run has come to its end."""
         self._own.append(key)
-
-    # The talk after a run -------------------------------------------------------------------------------------------
 
     def say(self, topic: str, at: int, what: Any) -> None:
         """Say something in the talk that follows this epoch; ``at`` numbers the rounds of a topic."""
@@ -325,21 +270,31 @@ class Circle:
         """Return what each of some ranks has to say, in their order.
 
         Raises:
+            RankLeft: one of them says nothing more.
             SilentRank: one of them has said nothing within ``limit_s``, or does not answer any more.
         """
         end = time.monotonic() + limit_s
         keys = {rank: f"{topic}/{self.epoch}/{at}/{rank}" for rank in ranks}
-        others, asked = _Pulse(self), time.monotonic()
+        others, asked = self.presence.pulse(), time.monotonic()
         while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            for rank in missing:
+                if self._store.check([left := f"left/{self.epoch}/{rank}"]):
+                    raise RankLeft(f"rank {rank} goes on no more: {json.loads(self._store.get(left))}")
             now = time.monotonic()
             if now >= end:
-                raise SilentRank(f"{_ranks(missing)} had nothing to say within {limit_s:.0f} s")
-            if now >= asked + _ASK_S:
+                raise SilentRank(f"{named(missing)} had nothing to say within {limit_s:.0f} s")
+            if now >= asked + ASK_S:
                 others.feel(missing)
                 asked = now
             # The store's own wait would print a warning for each one in vain.
             time.sleep(_TALK_S)
         return [json.loads(self._store.get(key)) for key in keys.values()]
+
+    def leave_talk(self, why: str) -> None:
+        """Tell whoever waits for what this rank has to say that there is nothing more to come."""
+        key = f"left/{self.epoch}/{self.rank}"
+        self.owns(key)
+        self._store.set(key, json.dumps(why))
 
     def close(self) -> None:
         """Leave the circle: the thread ends, and what this rank has said is deleted."""
@@ -350,39 +305,8 @@ class Circle:
             for key in self._own:
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
-            self._thread.join(_ASK_S)
-            self._forget(self.rank)
-
-
-class _Pulse:
-    """Feels whether ranks are alive: their threads answer each ring of their bell."""
-
-    def __init__(self, circle: Circle) -> None:
-        self._circle = circle
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def feel(self, ranks: Sequence[int]) -> None:
-        """Ring, and look who has answered since.
-
-        Raises:
-            SilentRank: a rank has not for ``SILENT_S``.
-        """
-        store, now, silent = self._circle._store, time.monotonic(), list[int]()
-        for rank in ranks:
-            count = int(store.add(f"alive/{rank}", 0))
-            before = self._seen.get(rank)
-            if before is None or before[0] != count:
-                self._seen[rank] = (count, now)
-            elif now - before[1] > SILENT_S:
-                silent.append(rank)
-        self._circle._ring(ranks)
-        if silent:
-            raise SilentRank(f"{_ranks(silent)} has not answered for {SILENT_S:.0f} s: killed, or stopped")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+            self._thread.join(ASK_S)
+            self.presence.forget(self.rank)
 
 
 def of_environment(release: Callable[[], object]) -> Circle | None:

@@ -30,6 +30,10 @@ _MENDED: Final = frozenset({"gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl", "
 """Backends whose groups can be freed and made anew."""
 
 
+class Released(RuntimeError):
+    """No group is made any more in a run that another rank has ended: nobody would come to meet this one."""
+
+
 class Groups:
     """The process groups of this rank.
 
@@ -40,11 +44,13 @@ class Groups:
         port: of the job's store.
         prefix: under which groups meet in the store, empty for the job's own keys.
         has_parts: whether there are groups of some ranks beside that of all.
+        is_released: whether this rank was released, so that it makes no group before the next run.
         refused: why groups cannot be made anew, None where they can.
     """
 
     def __init__(self, port: int) -> None:
         self.port, self.prefix, self.refused, self.has_parts = port, "", None, False
+        self.is_released = False
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._sockets: dict[int, int] = {}
         self._meeting: dict[int, int] | None = None
@@ -105,6 +111,8 @@ class Groups:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
+        if self.is_released:
+            raise Released("another rank has ended this run")
         outer, before = self._meeting, _sockets()
         self._meeting = before if outer is None else outer
         try:
@@ -119,6 +127,7 @@ class Groups:
         To be called by a thread beside the program. It may be called again.
         """
         with self._lock:
+            self.is_released = True
             found, meeting = _sockets(), self._meeting
             known = dict(self._sockets)
             if meeting is not None:  # it waits for the others to meet, by the store

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -117,7 +117,8 @@ async def heal(
         if error is not None:
             release(error, shell)
         if not log.goes_on_after(choice, error, ran_out=ran_out):
-            return log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}"), error
+            ended = log.back(OutcomeKind.FAILED, f"the changed cell raised {type(error).__name__}")
+            return replace(ended, interrupted=isinstance(error, KeyboardInterrupt)), error
         if is_last or transaction.losses():
             break
         if more is not None:

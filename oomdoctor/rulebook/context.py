@@ -88,8 +88,9 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
     "census": {
         **dict.fromkeys(("device", "largest_path", "largest_role"), str),
         **_numbers("found", "allocated", "accounted_ratio"),
-        # on the host: of arrays and other objects of the program
-        **_numbers("beside"),
+        # on the host: of arrays and other objects of the program, and the name that leads to most of them
+        **_numbers("beside", "beside_largest", "beside_arrays"),
+        "beside_path": str,
         **{role.value: float for role in Role},
         **{f"{role.value}_path": str for role in Role},
         **{f"{role.value}_ratio": float for role in Role},

@@ -16,7 +16,7 @@ from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostMemory, Role
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostHolding, HostMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
@@ -37,7 +37,7 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
         given["host"] = _host(evidence.host)
         given["census"] = _census(evidence.census, evidence.code)
         if evidence.census.device == _HOST:
-            given["census"]["beside"] = sum(one.bytes for one in evidence.beside_tensors)
+            given["census"] |= _beside(evidence.beside_tensors)
         given["code"] = _code(evidence.code, incident)
     return complete(given)
 
@@ -309,6 +309,15 @@ def _census(census: Census, code: CodeFacts) -> dict[str, Fact]:
             facts |= {"batch_ndim": len(holding.shape), "batch_last_dim": holding.shape[-1]}
         facts |= _largest(holding, code)
     return facts | _activations(census) | _parameters(census.holdings, code)
+
+
+def _beside(names: Sequence[HostHolding]) -> dict[str, Fact]:
+    """Return what names of the program lead to beside tensors, and which of them leads to most."""
+    facts: dict[str, Fact] = {"beside": sum(one.bytes for one in names)}
+    if names:
+        most = max(names, key=lambda one: one.bytes)
+        facts |= {"beside_path": most.path, "beside_largest": most.bytes, "beside_arrays": most.arrays}
+    return facts
 
 
 def _largest(holding: Holding, code: CodeFacts) -> dict[str, Fact]:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from oomdoctor.sandbox import reserve
+from oomdoctor.sandbox import data_limit, reserve
 
 _WORDS: Final = ("could not create a primitive", "could not execute a primitive", "could not create a memory object")
 """What is left of the status. Source: ``error::wrap_c_api`` in oneDNN's ``include/oneapi/dnnl/dnnl_common.hpp``."""
@@ -55,8 +55,10 @@ def is_short_of_memory(exc: BaseException) -> bool:
 def is_memory_refused() -> bool:
     """Return whether the system refuses this process the memory that a primitive has room in, now.
 
-    What was kept back and has been given back since, the primitive did not have.
+    What was kept back and has been given back since, the primitive did not have; nor had it what a limit of ours kept.
     """
+    if data_limit.room is not None and data_limit.room < _ROOM:
+        return True
     return not reserve.has_room(_ROOM + reserve.released())
 
 

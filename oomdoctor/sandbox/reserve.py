@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any, Final
 
 from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox import data_limit
 
 _WANTED: Final = 96 * MIB
 """A diagnosis takes 7 MiB where all was loaded before, and 44 MiB where not, besides the traceback, the display and a
@@ -146,15 +147,17 @@ def process_resident() -> int:
 
 
 def of_process() -> tuple[int, int] | None:
-    """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where none is set."""
+    """Return ``(free, limit)`` of the strictest limit on this process, in bytes; None where the user has set none."""
     if sys.platform != "linux":
         return None
     import resource
 
-    data, space = resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
-    if data == space == resource.RLIM_INFINITY:
+    data, space = data_limit.soft(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if data is None and data_limit.ceiling is None and space == resource.RLIM_INFINITY:
         return None
-    limits = ((soft, column) for soft, column in ((data, 5), (space, 0)) if soft != resource.RLIM_INFINITY)
+    limits = [] if data is None else [(data, 5)]
+    limits += [] if data_limit.ceiling is None else [(data_limit.ceiling[0], 5)]
+    limits += [] if space == resource.RLIM_INFINITY else [(space, 0)]
     return min((max(soft - _pages(column) * mmap.PAGESIZE, 0), soft) for soft, column in limits)
 
 

@@ -23,18 +23,25 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
+from oomdoctor.sandbox import data_limit
+
 
 class Blocked(PermissionError):
     """Something that a dry run must not do."""
 
 
 def raise_limits() -> None:
-    """Lift the soft limits of memory, which the program to be judged may be running up against."""
+    """Lift the soft limits of memory, which the program to be judged may be running up against.
+
+    Where a memory cgroup leaves less, that is the limit: the copy is told then, and not ended.
+    """
     import resource
 
     for limit in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         _soft, hard = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard, hard))
+    if (left := data_limit.left()) is not None:
+        _limit_data(left)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # Should the machine run out of memory, this process is to go, not the user's.
     with contextlib.suppress(OSError):
@@ -49,11 +56,19 @@ def bound_memory(processes: int = 1) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    import psutil
+
+    available, left = psutil.virtual_memory().available, data_limit.left()
+    _limit_data((available if left is None else min(available, left)) // (1 + processes))
+
+
+def _limit_data(more: int) -> None:
+    """Let this process map so many bytes more."""
     import resource
 
     import psutil
 
-    most = psutil.Process().memory_info().data + psutil.virtual_memory().available // (1 + processes)
+    most = psutil.Process().memory_info().data + more
     _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

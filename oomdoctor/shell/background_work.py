@@ -79,7 +79,7 @@ async def end_since(before: Beside, *, waits: bool) -> str | None:
             end when the loop runs again.
 
     Returns:
-        Why the cell cannot be taken back, None where all of them end.
+        Why the cell cannot be undone, None where all of them end.
     """
     now = beside()
     for timer in now.timers:
@@ -103,7 +103,7 @@ async def clear_away(before: Beside, *, waits: bool, anyway: bool = False) -> No
     """End what an attempt that failed has left behind. For the arguments see ``end_since``.
 
     Args:
-        anyway: whether another attempt may follow what cannot be taken back.
+        anyway: whether another attempt may follow what cannot be undone.
 
     Raises:
         RuntimeError: something goes on, beside which no other attempt may be made.
@@ -125,11 +125,11 @@ def left_since(before: Beside) -> Iterator[str]:
         workers = {worker.pid for one in iterators for worker in vars(one).get("_workers", ())}
         started = [child for child in started if child.pid not in workers]
     for child in started:
-        yield f"the cell started the process `{child.name}`, which goes on and cannot be taken back"
+        yield f"the cell started the process `{child.name}`, which goes on and cannot be undone"
 
     since = {words for work, words in unfinished().items() if work not in before.work}
     for words in sorted(since):
-        yield f"{words} goes on with what the cell gave it, and that cannot be taken back"
+        yield f"{words} goes on with what the cell gave it, and that cannot be undone"
 
 
 def threads_at_work() -> Iterator[str]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from traitlets import Bool, Enum, Float, Int, List, Unicode
+from typing import Any
+
+from traitlets import Bool, Enum, Float, Int, List, TraitError, Unicode, observe, validate
 from traitlets.config import Configurable
+
+from oomdoctor.errors import SizeError
+from oomdoctor.language import LANGUAGES, choose
+from oomdoctor.model.sizes import parse_size
 
 
 class OomDoctor(Configurable):
@@ -30,8 +36,41 @@ class OomDoctor(Configurable):
     keep_frames = Bool(False, help="Keep the frames of a failure for %debug, and the memory that they pin.").tag(
         config=True
     )
+    guard = Enum(
+        ("auto", "on", "off"),
+        default_value="auto",
+        help="Raise a MemoryError before host memory runs out: where a limit is set or near, always, or never.",
+    ).tag(config=True)
+    guard_margin = Unicode(
+        help="Host memory that the guard keeps free, such as 256MiB; empty for 1/32 of the limit, 64 to 512 MiB."
+    ).tag(config=True)
     panel = Bool(True, help="Show buttons below the diagnosis where ipywidgets is installed.").tag(config=True)
+    language = Enum(
+        LANGUAGES,
+        default_value="auto",
+        help="Language of what is shown: English, Chinese, or that of the environment or else of JupyterLab.",
+    ).tag(config=True)
     rule_paths = List(Unicode(), help="Folders with rules of your own.").tag(config=True)
+
+    docs_url = Unicode(
+        "", help="Where the documentation is read, such as https://example.org/oomdoctor: causes link to their rules."
+    ).tag(config=True)
+
+    @observe("language")
+    def _choose(self, change: Any) -> None:
+        choose(change["new"])
+
+    @validate("guard_margin")
+    def _validate_margin(self, proposal: Any) -> str:
+        text = str(proposal["value"]).strip()
+        try:
+            self.margin = parse_size(text) if text else 0
+        except SizeError as exc:
+            raise TraitError(f"guard_margin: {exc}") from None
+        return text
+
+    margin = 0
+    """``guard_margin`` in bytes, 0 where it is left to the guard."""
 
     def room(self) -> int:
         """Return how many bytes of host memory copies of weights may take now."""

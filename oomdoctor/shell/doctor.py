@@ -8,6 +8,7 @@ for it, and it says so.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import CellLine
 from oomdoctor.model.plan import Candidate
@@ -35,8 +37,9 @@ from oomdoctor.shell.cells import (
     texts_of,
 )
 from oomdoctor.shell.error_boundary import Run, left_alone, quietly
+from oomdoctor.shell.filling import Filling, may_fill_in
 from oomdoctor.shell.open_case import OpenCase
-from oomdoctor.shell.showing import Filling, Shown, may_fill_in
+from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -86,11 +89,12 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     guarded, auto, shown = extension.borders.guarded, extension.config.auto, run.shown or Shown(extension)
     with uncollected():
         found = looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
-        # On the host it is the diagnosis that needs the memory: what comes with it is made first.
-        comes_later = found is not None and found.incident.device != "cpu" and _may_fill_in(extension)
+        # On the host what comes with the diagnosis is made first.
+        comes_later = found is not None and _comes_later(extension, found)
         if found is not None and comes_later:
             pending = pipeline.record(replace(found, plan=pipeline.unpriced(pending=True)))
             guarded("display", lambda: shown.show(pending))
+            gc.collect()  # what the failure held in cycles: the forecasts begin without it
     if found is None:
         extension.tracebacks.send_held()
         guarded("display", shown.withdraw)
@@ -103,8 +107,11 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
             "forecast", lambda: plan(extension, found, is_hurried=extension.config.auto != "off")
         )
         case = planned or pipeline.last_case() or found
-    except BaseException:  # an interrupt: what is known by then is shown all the same
+    except BaseException as exc:  # an interrupt: what is known by then is shown all the same
         shown.show_with(extension.tracebacks.send_held, pipeline.last_case() or found)
+        if isinstance(exc, KeyboardInterrupt):  # the cell has failed already, and ends here
+            print("oomdoctor: interrupted: the fixes are as far as they are known", file=sys.stderr)
+            return
         raise
     chosen = guarded("choice", lambda: pipeline.admitted(case, auto)) or ()
     # Where a magic or a widget has shown the error and gone on, the cell has ended well without having run.
@@ -118,6 +125,11 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
         return
     shown.show_with(extension.tracebacks.send_held, case)
     guarded("notice", lambda: _tell_why_not(extension, case))
+
+
+def _comes_later(extension: Extension, case: Case) -> bool:
+    """Return whether forecasts follow while the diagnosis is shown: not of what ran out on the host, which needs it."""
+    return case.incident.device != "cpu" and _may_fill_in(extension)
 
 
 def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
@@ -135,6 +147,8 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
     guarded, case = extension.borders.guarded, looked_at(extension, failure, observe)
     if case is not None:
         guarded("display", lambda: Shown(extension).show(case))
+        if _comes_later(extension, case):  # else it was collected before the diagnosis
+            gc.collect()
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
@@ -144,7 +158,7 @@ def looked_at(extension: Extension, failure: BaseException, observe: Callable[[]
 
     def let_go() -> None:
         if not extension.config.keep_frames:
-            release(failure, extension.shell)
+            release(failure, extension.shell, collects=False)
 
     if guarded("reserve", lambda: _lacks_room(extension, let_go)):
         return None
@@ -153,6 +167,8 @@ def looked_at(extension: Extension, failure: BaseException, observe: Callable[[]
     if case is None:
         return None
     found = case
+    if not _comes_later(extension, case):  # on the host it is the diagnosis that needs the memory
+        gc.collect()
     diagnosed: Case = guarded("diagnosis", lambda: _diagnose(extension, found))
     return diagnosed or quietly(lambda: _diagnose(extension, found, by_message=True)) or case
 
@@ -165,10 +181,11 @@ def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
     if not extension.warming.lacks_room():
         return False
     quietly(let_go)
+    gc.collect()
     why = extension.warming.lacks_room()
     if why:
         extension.close("a cell has run out of memory that there was no room to diagnose")
-        print(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again.", file=sys.stderr)
+        print(say(f"oomdoctor makes no diagnosis: {why}. Free memory, and run the cell again."), file=sys.stderr)
     return bool(why)
 
 
@@ -225,7 +242,8 @@ def _diagnose(extension: Extension, case: Case, *, by_message: bool = False) -> 
     rules = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
     for fault in rules.faults:
         extension.borders.tell(f"rule left out: {fault}")
-    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message))
+    url = extension.config.docs_url
+    return pipeline.record(pipeline.diagnose(case, rules, by_message=by_message, docs_url=url))
 
 
 def plan(extension: Extension, case: Case, **terms: Any) -> Case:
@@ -257,7 +275,8 @@ def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
 
 def _terms(extension: Extension) -> dict[str, Any]:
     warming = extension.warming
-    return {"time_budget_s": extension.config.forecast_time_s, "set_aside": warming.kept + warming.to_load}
+    kept = warming.kept + warming.to_load + extension.guard.margin()
+    return {"time_budget_s": extension.config.forecast_time_s, "set_aside": kept}
 
 
 def _tell_why_not(extension: Extension, case: Case) -> None:
@@ -280,7 +299,8 @@ class Attempts:
     Attributes:
         opened: whose cell is run again.
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
-        anyway: whether another attempt may follow what cannot be taken back.
+        anyway: whether another attempt may follow what cannot be undone.
+        in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
         last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
     """
 
@@ -289,6 +309,7 @@ class Attempts:
     kwargs: dict[str, Any]
     waits: bool
     anyway: bool = False
+    in_its_place: bool = False
     last: Any = None
     changes: dict[int, str] = field(default_factory=dict)
 
@@ -306,6 +327,8 @@ class Attempts:
                     return error
             if attempt.replays:
                 self.opened.transaction.set_aside()
+            if self.in_its_place and hasattr(self.extension.shell, "kernel"):
+                self.extension.shell.display_pub.clear_output(wait=True)
             with as_cell(self.extension.shell, failing.number):
                 self.last = await run_source(attempt.source, self.kwargs)
             self.changes = texts_of(attempt, failing)
@@ -327,8 +350,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     if opened is None:
         return False
     failing, own = opened.session.cells.failing, opened.failure
-    attempts = Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway)
-    ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
+    attempts = Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway, tells)
+    try:
+        ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
+    except KeyboardInterrupt as exc:  # beside an attempt: the state is that of the cell's start by now
+        ended = pipeline.record(pipeline.interrupted(request.case, opened.transaction)), exc.with_traceback(None)
     if ended is None:
         return False
     case, error = ended
@@ -345,10 +371,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         extension.open, extension.healed = None, opened
         extension.changed.update(attempts.changes)
     else:
-        if error is None and not tells:  # what was held back is ours: a guard that stopped the attempt
-            extension.tracebacks.drop_held()
+        if case.outcome.interrupted or (error is None and not tells):
+            extension.tracebacks.drop_held(error)  # the user's interrupt, or ours: a guard that stopped the attempt
         if tells:
-            Shown(extension).show_with(partial(extension.tracebacks.send_held, error), case)
+            shown_of = own if case.outcome.interrupted else error
+            Shown(extension).show_with(partial(extension.tracebacks.send_held, shown_of), case)
         else:
             extension.tracebacks.send_held(error)
     extension.borders.guarded("notice", lambda: extension.notice(case))

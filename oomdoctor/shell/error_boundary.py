@@ -9,16 +9,18 @@ A cell that loads the extension has begun before it and has no run: it is known 
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
+from oomdoctor.language import say
 from oomdoctor.objects.frames import is_of_signal
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.fork import signals_held_back
@@ -56,7 +58,11 @@ class Borders:
         """
         observed: T | None = quietly(observe)
         self.guarded("release", let_go)
-        return observed or self.guarded("evidence", observe)
+        if observed is not None:
+            return observed
+        gc.collect()
+        seen: T | None = self.guarded("evidence", observe)
+        return seen
 
     async def retried(self, retry: Awaitable[T], restore: Callable[[], None]) -> T | None:
         """Return what ``retry`` returns; None where ours fails, which leaves the state of the cell's start."""
@@ -81,7 +87,7 @@ class Borders:
             self.faults.append(line)
             if is_told:
                 return
-            print(f"oomdoctor could not finish ({line})", file=sys.stderr)
+            print(say(f"oomdoctor could not finish ({line})"), file=sys.stderr)
 
     def take_signalled(self) -> BaseException | None:
         """Return what the handler of a signal has raised in a stage of ours, once."""
@@ -92,7 +98,7 @@ class Borders:
         """Print a fault that is not ours the first time that it is met."""
         if fault not in self.faults:
             self.faults.append(fault)
-            print(f"oomdoctor: {fault}", file=sys.stderr)
+            print(f"oomdoctor: {say(fault)}", file=sys.stderr)
 
 
 def quietly(do: Callable[[], Any]) -> Any:
@@ -248,6 +254,7 @@ class TracebackWatch:
         shown: called with it after it was shown, unless its display is held back. It must not raise.
         holds: asked with the exception whether its display is to be held back for now.
         announces: called before the traceback of a cell's own code is shown. It must not raise.
+        in_room: asked first of all, with whether code of a cell has raised it, for the context in which it is shown.
     """
 
     def __init__(
@@ -257,9 +264,10 @@ class TracebackWatch:
         shown: Callable[[BaseException], None],
         holds: Callable[[BaseException], bool],
         announces: Callable[[BaseException], None],
+        in_room: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         self._shell, self._seen, self._shown, self._holds = shell, seen, shown, holds
-        self._announces = announces
+        self._announces, self._in_room = announces, in_room
         self._held: list[tuple[BaseException, Callable[..., Any], tuple[Any, ...]]] = []
         self._came: set[int] = set()
         self._wrapped = Wrapped(shell, "showtraceback", self._showtraceback)
@@ -269,15 +277,20 @@ class TracebackWatch:
         self._wrapped.remove()
 
     def _showtraceback(self, *args: Any, **kwargs: Any) -> Any:
-        reserve.let_go(keep=reserve.FOR_MESSAGES)  # first of all: whatever follows takes memory
+        # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The callers are
+        # run_code and the wrapper.
+        is_of_code = sys._getframe(2).f_code.co_name == "run_code"
+        with self._in_room(is_of_code):  # first of all: whatever follows takes memory
+            reserve.let_go(keep=reserve.FOR_MESSAGES)
+            return self._show(is_of_code, *args, **kwargs)
+
+    def _show(self, is_of_code: bool, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("exc_tuple")
         exc = (given or sys.exc_info())[1]
         given = None
         if isinstance(exc, BaseException):
             self._seen(exc)
-            # Code of a cell alone: what %run and widgets show goes on at once, because their cell goes on. The
-            # callers are run_code and the wrapper.
-            if sys._getframe(2).f_code.co_name == "run_code":
+            if is_of_code:
                 if self._holds(exc):
                     return self._render_only(exc, *args, **kwargs)
                 self._announces(exc)
@@ -329,6 +342,6 @@ class TracebackWatch:
             del holder
             send(*rendered)
 
-    def drop_held(self) -> None:
-        """Forget what was held back: it was healed."""
-        self._held = []
+    def drop_held(self, exc: BaseException | None = None) -> None:
+        """Forget what was held back, as it was healed; of ``exc`` alone, where one is given."""
+        self._held = [] if exc is None else [one for one in self._held if one[0] is not exc]

@@ -8,10 +8,11 @@ await are retried on the loop that they belong to. Each stage stands behind a bo
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import OomDoctorError
+from oomdoctor.guard.watch import Watch
+from oomdoctor.language import choose, say
 from oomdoctor.model.case import Case
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.objects.named import own_modules
@@ -44,7 +47,8 @@ from oomdoctor.shell.error_boundary import (
     ran_out,
     source_begun_before,
 )
-from oomdoctor.shell.job import follow_job, join_group, join_job, watch_groups
+from oomdoctor.shell.host_guard import as_it_runs, begin_record, ceiling_of, terms_of
+from oomdoctor.shell.job import abandon_run, begin_run, follow_job, join_group, join_job
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
@@ -55,7 +59,7 @@ from oomdoctor.shell.warm_up import Warming, is_watched
 if TYPE_CHECKING:
     from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.groups import Groups
-    from oomdoctor.shell.showing import Filling
+    from oomdoctor.shell.filling import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""
@@ -93,6 +97,8 @@ class Extension:
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
+        interrupted: whether the user ended the forecasts that the cell which runs has waited for.
+        magics_before: what had the names of our magics before, by name and kind.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -104,9 +110,12 @@ class Extension:
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
-        self.warming = Warming(shell, self.config)
+        self.guard = Watch(lambda: terms_of(self.config), shell.user_global_ns)
+        self.warming = Warming(shell, self.config, self.guard.is_on)
         self.passed = ""
         self.changed: dict[int, str] = {}
+        self.interrupted = False
+        self.magics_before: dict[str, dict[str, Any]] = {}
         self._number = 0
         self.borders = Borders()
         self.in_flight = 0
@@ -118,24 +127,33 @@ class Extension:
 
     def install(self) -> None:
         """Wrap the shell's methods; register the magics and the configuration."""
-        self.tracebacks = TracebackWatch(self.shell, self._saw, self._was_shown, self._holds, self._announce)
+        self.tracebacks = TracebackWatch(
+            self.shell, self._saw, self._was_shown, self._holds, self._announce, self._in_room
+        )
         self._cells = Wrapped(self.shell, "run_cell_async", self._run_cell_async)
         self._awaited = Wrapped(self.shell, "should_run_async", self._should_run_async)
         self._threads = Wrapped(threading, "excepthook", self._thread_failed)
         self.shell.configurables.append(self.config)
+        choose(self.config.language)
         register(self)
+        self.guard.begin()
+        self.borders.guarded("black box", lambda: begin_record(self.shell, self.guard))
+        atexit.register(self.guard.end)
         self.warming.begin()
         if getattr(self.shell, "joins_job", False):
             self.borders.guarded("ranks", lambda: join_job(self))
 
     def remove(self) -> None:
         """Put everything back."""
+        self.guard.end()
+        atexit.unregister(self.guard.end)
         self.tracebacks.remove()
         for wrapped in (self._cells, self._awaited, self._threads):
             wrapped.remove()
         if self.config in self.shell.configurables:
             self.shell.configurables.remove(self.config)
         unregister(self)
+        choose("auto")
         self.memreport.end_live()
         self.close()
         if self.job is not None:
@@ -151,7 +169,11 @@ class Extension:
     async def _run_cell_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         run = current(self)
         if run is not None or kwargs.get("silent") or (len(args) > 1 and args[1]):
-            return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            try:
+                return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
+            finally:
+                if run is None:
+                    self.guard.settle()
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -160,6 +182,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
+            self.guard.settle()
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -169,19 +192,21 @@ class Extension:
         self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
-        self.borders.guarded("ranks", lambda: watch_groups(self))
-        in_job = self.job is not None and not is_own(raw_cell) and self.job.begin() is None
+        in_job = self.borders.guarded("ranks", lambda: begin_run(self, raw_cell)) or False
         run = Run(self)
         kept = partial(getattr, transaction, "kept_bytes", 0)
-        below = quietly(lambda: self._transformed(raw_cell)) if measured(raw_cell) is not None else None
-        watch, kwargs = PeakWatch(self.shell, kept) if below else None, {**kwargs, **(below or {})}
+        below = quietly(lambda: self._transformed(raw_cell)) if as_it_runs(raw_cell) is not None else None
+        watch = PeakWatch(self.shell, kept) if below and measured(raw_cell) is not None else None
+        kwargs = {**kwargs, **(below or {})}
         cell = CellRun(source=raw_cell, kwargs=kwargs, transaction=transaction, beside=beside())
-        before = quietly(self.memreport.reading)
+        before, asked = quietly(self.memreport.reading), self._number
         try:
             with watch or nullcontext():
                 result = await self._run_within(run, raw_cell, *args, **kwargs)
-        except BaseException:  # an interrupt while the traceback was shown: there is no answer to come
+        except BaseException as exc:  # an interrupt while the traceback was shown: there is no answer to come
             self._withdraw(run.shown)
+            if in_job:
+                abandon_run(self, exc)
             raise
         finally:
             if transaction is not None:
@@ -193,14 +218,16 @@ class Extension:
         if watch is not None and result.success:
             self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
-        is_run_again = failure is not None or self.request is not None
-        note = partial(quietly, partial(self.memreport.note, before, kept()))
+        is_run_again = failure is not None or self.request is not None or in_job
+        if self.request is not None and self.open is not None:  # what it leaves is of the cell that it runs again
+            asked = self.open.session.cells.failing.number
+        note = partial(quietly, partial(self.memreport.note, before, kept(), asked))
         if not is_run_again and not is_own(raw_cell):
             note()
         try:
             cell = replace(cell, shown=run.shown)
             self.borders.guarded("ranks", lambda: join_group(self))
-            if in_job and self.job is not None and await follow_job(self, self.job, failure, result, cell):
+            if in_job and await follow_job(self, failure, result, cell):
                 return result
             return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:
@@ -234,9 +261,8 @@ class Extension:
                 if not await heal(self, request, result, cell):
                     self.tracebacks.send_held()
             else:
-                print(
-                    "oomdoctor: a retry needs a cell of its own, because it restores an earlier state", file=sys.stderr
-                )
+                why = say("oomdoctor: a retry needs a cell of its own, because it restores an earlier state")
+                print(why, file=sys.stderr)
         elif transaction is not None:
             self.borders.guarded("bookkeeping", lambda: self._expire(transaction, result))
         source, self.to_run = self.to_run, ""
@@ -262,7 +288,26 @@ class Extension:
 
     async def _run_within(self, run: Run, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         with run.entered():
-            return await self._cells.original(raw_cell, *args, **kwargs)
+            is_guarded = run.depth == 1 and not is_own(raw_cell) and self._arm(raw_cell)
+            try:
+                return await self._cells.original(raw_cell, *args, **kwargs)
+            finally:
+                if is_guarded:
+                    self.guard.end_cell()
+
+    def _arm(self, raw_cell: str) -> bool:
+        number, ceiling = self.shell.execution_count, ceiling_of(raw_cell)
+        return self.borders.guarded("guard", lambda: self.guard.arm(number, raw_cell, ceiling)) or False
+
+    def _in_room(self, is_of_code: bool) -> AbstractContextManager[None]:
+        """Return the context in which a traceback is shown: without the guard's limit, for good where a cell ends."""
+        run = current(self)
+        if run is None:
+            return self.guard.paused() if self.in_flight else self.guard.answering()
+        if not is_of_code or run.depth > 1:
+            return self.guard.paused()
+        self.guard.raised()
+        return nullcontext()
 
     async def run_source(self, run: Run, source: str, kwargs: dict[str, Any]) -> Any:
         """Run a text as the cell that was asked for with ``kwargs``, without a place in the history."""
@@ -270,12 +315,12 @@ class Extension:
 
     def _transformed(self, source: str) -> dict[str, Any]:
         """Return what the shell is to be told of a text besides the text itself."""
-        text = self.shell.transform_cell(measured(source) or source)
+        text = self.shell.transform_cell(as_it_runs(source) or source)
         return {"transformed_cell": text, "preprocessing_exc_tuple": None}
 
     def _should_run_async(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         """Have a cell that asks for the run of another one, which awaits, be awaited as that one is."""
-        asked = quietly(lambda: measured(raw_cell) or planned(raw_cell))
+        asked = quietly(lambda: as_it_runs(raw_cell) or planned(raw_cell))
         if self.open is not None and has_verb(raw_cell, "fix", "retry"):
             asked = self.open.session.cells.failing.source
         if asked is not None and (transformed := quietly(lambda: self._transformed(asked))) is not None:
@@ -284,10 +329,11 @@ class Extension:
 
     def _tend_filling(self, raw_cell: str) -> None:
         """Wait for the forecasts where a cell looks at them; end them where it does more than to look at something."""
+        self.interrupted = False
         if self.filling is None:
             return
         if has_verb(raw_cell, "fix", "retry", "diff", "undo", "why", "cases"):
-            self.filling.settle()
+            self.interrupted = not self.filling.settle()
         elif not is_own(raw_cell) and not calls_only(raw_cell, _LOOKING):
             self.filling.end()
 
@@ -358,10 +404,11 @@ class Extension:
         run = current(self)
         if run is None:
             return False
-        if (job := self.job) is not None and (run.is_retry or run.depth == 1):
+        if (job := self.job) is not None and job.is_running and (run.is_retry or run.depth == 1):
             self.borders.guarded("ranks", lambda: job.note(exc))
-            return isinstance(exc, Exception)  # until it is known how the others have ended
-        if run.is_retry and isinstance(exc, OomDoctorError):
+            # Until it is known how the others have ended; the user's interrupt of an attempt is told with its outcome.
+            return isinstance(exc, (Exception, KeyboardInterrupt) if run.is_retry else Exception)
+        if run.is_retry and isinstance(exc, (OomDoctorError, KeyboardInterrupt)):
             return True
         return ran_out(exc) and (
             run.is_retry or (run.depth == 1 and self.config.auto != "off" and self.config.snapshot)
@@ -369,10 +416,7 @@ class Extension:
 
     def _was_shown(self, exc: BaseException) -> None:
         """Answer a failure that was shown outside of every cell that was seen to begin."""
-        run = current(self)
-        if run is not None and run.shown is not None and run.failure is exc:
-            self.borders.guarded("display", run.shown.point_up)
-        if run is None:
+        if current(self) is None:
             from IPython.core.interactiveshell import InteractiveShell
 
             runs_cells = InteractiveShell.run_cell_async.__code__
@@ -384,10 +428,11 @@ class Extension:
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
-        reserve.let_go()
-        result = self._threads.original(given)
-        if given.exc_value is not None:
-            self._outside(given.exc_value, ran_in(f"the thread {threading.current_thread().name}"))
+        with self.guard.paused():
+            reserve.let_go()
+            result = self._threads.original(given)
+            if given.exc_value is not None:
+                self._outside(given.exc_value, ran_in(f"the thread {threading.current_thread().name}"))
         return result
 
     def _outside(self, exc: BaseException, why: str, source: str = "") -> None:

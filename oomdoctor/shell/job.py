@@ -11,16 +11,19 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.compiled import source_of
+from oomdoctor.ranks.presence import SilentRank
 from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
+from oomdoctor.shell.cells import is_own
 from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
 from oomdoctor.shell.showing import Shown
 
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
     from oomdoctor.ranks.gather import RankReport
     from oomdoctor.shell.extension import Extension
 
-_ANSWER_S = 2.0
+_ANSWER_S: Final = 2.0
 """Time for the threads of other ranks to answer, where somebody asks who is there."""
-_ROLES = 4
-_C10D = "torch.distributed.distributed_c10d"
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ROLES: Final = 4
+_C10D: Final = "torch.distributed.distributed_c10d"
+_WATCHDOG: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Whether NCCL's watchdog ends the process when a collective fails: 0 does not. Source: ``ProcessGroupNCCL.hpp``."""
 
 
@@ -69,7 +72,7 @@ def join_job(extension: Extension) -> None:
     if script is not None and (change := read(circle, digest([source_of(script)]))) is not None:
         extension.shell.source = change.source
         told = f"{script.name} begins with {change.label}, which rank {change.rank} has written down before the restart"
-        print(f"oomdoctor: {told}", file=sys.stderr)
+        print(say(f"oomdoctor: {told}"), file=sys.stderr)
 
 
 def watch_groups(extension: Extension) -> None:
@@ -108,30 +111,69 @@ def join_group(extension: Extension) -> None:
     atexit.register(circle.close)
 
 
-async def follow_job(extension: Extension, job: Job, failure: BaseException | None, result: Any, run: CellRun) -> bool:
+def begin_run(extension: Extension, raw_cell: str) -> bool:
+    """Begin a cell as a run of the job; return whether it is one."""
+    watch_groups(extension)
+    if extension.job is None or is_own(raw_cell):
+        return False
+    try:
+        extension.job.begin()
+    except SilentRank as why:
+        _leave_job(extension, why)
+        return False
+    return True
+
+
+def _leave_job(extension: Extension, why: SilentRank) -> None:
+    """Take no part any more, and say why."""
+    extension.tracebacks.send_held()
+    print(say(f"oomdoctor: the ranks are not healed together any more: {why}"), file=sys.stderr)
+    job, extension.job = extension.job, None
+    if job is not None:
+        job.leave()
+
+
+def abandon_run(extension: Extension, error: BaseException) -> None:
+    """End a cell that is not answered, as it was interrupted: the others are not to wait for it."""
+    from oomdoctor.pipeline.job import told_of
+    from oomdoctor.ranks.circle import WordKind
+
+    def end() -> None:
+        if (job := extension.job) is not None and job.end(error).kind is not WordKind.DONE:
+            job.circle.leave_talk(told_of(error))
+            job.mend()
+
+    extension.borders.guarded("ranks", end)
+
+
+async def follow_job(extension: Extension, failure: BaseException | None, result: Any, run: CellRun) -> bool:
     """Follow the end of a cell with what the others make of it; return whether it is answered.
 
     Args:
         failure: what memory ran out with on this rank, None where it has not.
         result: the shell's, of the cell.
     """
-    from oomdoctor.ranks.circle import SilentRank, WordKind
+    from oomdoctor.ranks.circle import WordKind
 
-    error = failure or result.error_before_exec or result.error_in_exec
+    job, error = extension.job, failure or result.error_before_exec or result.error_in_exec
+    if job is None:
+        return False
     try:
+        extension.tracebacks.heed()
         if job.is_apart(error):
             extension.tracebacks.send_held()
             return False
         word = job.end(error)
     except SilentRank as why:
-        extension.tracebacks.send_held()
-        print(f"oomdoctor: the ranks are not healed together any more: {why}", file=sys.stderr)
-        job.leave()
-        extension.job = None
+        _leave_job(extension, why)
         return False
+    except KeyboardInterrupt as exc:  # while it waited for the others
+        extension.tracebacks.send_held()
+        abandon_run(extension, exc)
+        raise
     if word.kind in (WordKind.DONE, WordKind.FAILED):
         if word.kind is WordKind.FAILED and word.rank != job.circle.rank:
-            print(f"oomdoctor: rank {word.rank} has failed: {word.why}", file=sys.stderr)
+            print(say(f"oomdoctor: rank {word.rank} has failed: {word.why}"), file=sys.stderr)
         if word.kind is WordKind.FAILED:
             extension.borders.guarded("ranks", job.mend)
         if failure is None:
@@ -154,12 +196,12 @@ async def _answer(
         found = _observed(extension, failure, ended, word, result, run)
     opened = extension.open
     if found is None or opened is None:
-        job.circle.say("condition", 0, ["", ["memory could not be inspected"], [], ""])
+        borders.guarded("ranks", lambda: job.circle.leave_talk("memory could not be inspected"))
         extension.tracebacks.send_held()
         return
-    case: Case = found
+    case = found
     failing = opened.session.cells.failing
-    attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing))
+    attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing), in_its_place=True)
     still = [*threads_at_work(), *left_since(opened.beside)]
     still += filter(None, [await end_since(opened.beside, waits=attempts.waits)])
 
@@ -179,7 +221,10 @@ async def _answer(
         time_budget_s=extension.config.retry_time_s,
         plan_s=extension.config.forecast_time_s,
     )
-    done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)
+    try:
+        done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)
+    except KeyboardInterrupt as exc:  # beside an attempt: the state is that of the cell's start by now
+        done = pipeline.interrupted(together.case, opened.transaction), exc.with_traceback(None)
     case, error = done or (pipeline.refused(together.case, "oomdoctor itself failed"), None)
     if case.outcome.kind is not OutcomeKind.HEALED and not together.is_silent:
         borders.guarded("ranks", job.mend)
@@ -188,6 +233,9 @@ async def _answer(
     if is_healed:
         result.error_in_exec, result.result = error, getattr(attempts.last, "result", None)
         extension.tracebacks.drop_held()
+        extension.changed.update(attempts.changes)
+    elif case.outcome.interrupted:
+        result.error_in_exec = error
     elif case.outcome.attempts and result.success:
         result.error_in_exec = ended
     extension.shell.last_execution_succeeded, extension.shell.last_execution_result = result.success, result
@@ -220,7 +268,7 @@ def _of_peer(case: Case, word: Word) -> Case:
 def circle_lines(job: Job) -> Iterator[str]:
     """Yield who is in the circle of a job, a line each."""
     circle = job.circle
-    silent = circle.not_answering(_ANSWER_S)
+    silent = circle.presence.not_answering(_ANSWER_S)
     for rank in range(circle.world):
         told = "this process" if rank == circle.rank else "does not answer" if rank in silent else "answers"
         yield f"rank {rank}: {told}"

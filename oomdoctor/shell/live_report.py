@@ -55,7 +55,7 @@ class LiveReport:
         self._ended.set()
         with suppress(RuntimeError):  # of a thread that is no more, in a copy of this process
             self._thread.join(_LONGEST_S)
-        quietly(lambda: self._show("Ended: refreshed no more."))
+        quietly(lambda: self._show("Stopped: these numbers are the last."))
 
     def _go_on(self) -> None:
         while not self._ended.wait(self._every_s):

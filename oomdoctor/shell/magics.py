@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import fixes, pipeline
 from oomdoctor.errors import OomDoctorError, UsageError
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
+from oomdoctor.shell import host_guard
 from oomdoctor.shell import mempeak as measuring
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
+_STOPPED: Final = "Interrupted. The forecasts were stopped."
 _COMMENT: Final = re.compile(r"(?:^|\s)#")
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
@@ -51,12 +55,14 @@ def status(extension: Extension, _words: list[str]) -> None:
     opened = extension.open or extension.healed
     kept = format_size(opened.transaction.kept_bytes) if opened is not None else "nothing"
     total = None if simulated is None else simulated.read().total
-    print(f"auto retry: {extension.config.auto}")
-    print(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}")
-    print(f"cases: {len(pipeline.cases())}" + (", the last can be retried" if extension.open is not None else ""))
-    print(f"copies of weights kept: {kept}")
+    print(say(f"auto retry: {extension.config.auto}"))
+    print(say(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}"))
+    last = ", the last can be retried" if extension.open is not None else ""
+    print(say(f"cases: {len(pipeline.cases())}{last}"))
+    print(say(f"copies of weights kept: {kept}"))
+    print(say(host_guard.status(extension.guard)[0]))
     for fault in extension.borders.faults:
-        print(f"fault: {fault}")
+        print(say(f"fault: {fault}"))
 
 
 def auto(extension: Extension, words: list[str]) -> None:
@@ -103,7 +109,17 @@ def fit(extension: Extension, words: list[str]) -> None:
         raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
     if size > most:
         raise UsageError(f"tensors may take {format_size(most)} here: fit takes no more than that, not {shown(*words)}")
-    planned, last = plan(extension, case, at_most=size), extension.shown
+    last, begun_s = extension.shown, time.monotonic()
+
+    def tell(priced: Plan) -> None:
+        if last is not None:
+            extension.borders.guarded("display", lambda: last.show_progress(priced, time.monotonic() - begun_s))
+
+    try:
+        planned = plan(extension, case, at_most=size, tell=tell)
+    except KeyboardInterrupt:
+        planned = _case()
+        print(f"{_STOPPED} The fixes are as far as they are known.")
     if last is not None and hasattr(extension.shell, "kernel"):
         last.update(planned)
     else:
@@ -118,7 +134,9 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        why = pipeline.beyond_cure(case) or "no fix that keeps the results is likely to fit"
+        from oomdoctor.views.diagnosis import why_nothing
+
+        why = pipeline.beyond_cure(case) or why_nothing(case.plan).removesuffix(".")
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
     extension.request = Request(case=case, chosen=chosen, anyway="--anyway" in words)
 
@@ -127,13 +145,13 @@ def diff(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor diff [N|ID] [DOSE]`: the fix as a unified diff of your cells, or the one in place."""
     case, candidate, patch = _written(extension, words)
     if candidate.label in case.outcome.fixes and case.outcome.kind is not OutcomeKind.HEALED:
-        print(f"not in place: {candidate.label} was tried, and did not heal the cell")
+        print(say(f"not in place: {candidate.label} was tried, and did not heal the cell"))
     print(patch.diff(), end="")
 
 
 def undo(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor undo`: take back the fix of the healed cell, and go back to the state before that cell."""
-    print(take_back(extension))
+    print(say(take_back(extension)))
 
 
 def why(_extension: Extension, _words: list[str]) -> None:
@@ -154,7 +172,7 @@ def cases(_extension: Extension, _words: list[str]) -> None:
         what = f"{case.incident.family.value} on {case.incident.device}"
         is_empty = outcome.kind is OutcomeKind.OFFERED and not case.plan.candidates and not case.plan.pending
         ended = "nothing to offer" if is_empty else outcome.kind.value
-        print(f"{case.number}. {where}: {what}: {ended}{with_fix}")
+        print(f"{case.number}. {say(where)}: {say(what)}: {say(ended)}{say(with_fix)}")
 
 
 def simulate(_extension: Extension, words: list[str]) -> None:
@@ -169,37 +187,68 @@ def simulate(_extension: Extension, words: list[str]) -> None:
         virtual.switch_on(words[0])
 
 
-def rules(extension: Extension, _words: list[str]) -> None:
-    """`%oomdoctor rules`: the rules that are loaded, your own included."""
+def guard(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor guard on|off|auto|status`: raise a MemoryError before the kernel is killed, or tell whether it would.
+
+    `auto` is on where a limit on host memory is set, or less than 15 % of the machine's memory is available.
+    """
+    host_guard.switch(extension, words)
+
+
+def rules(extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor rules [ID]`: the rules that are loaded, your own included; of one, what it means and what helps."""
     book = pipeline.rulebook(tuple(map(Path, extension.config.rule_paths)))
-    for rule in book.rules:
-        print(f"{rule.id}: {rule.title}")
+    if words:
+        rule = next((of.file for of in book.rules if [of.id] == words), None)
+        if rule is None:
+            raise UsageError(f"unknown rule {shown(*words)}: `%oomdoctor rules` lists them all")
+        helps = ", ".join(rule.fixes) or "nothing that this package can change"
+        print(f"{say(rule.title)}\n\n{say(rule.what)}\n")
+        print(say(f"Why: {say(rule.why)}"), end="\n\n")
+        print(say(f"When it is wrong: {say(rule.false_positives)}"), end="\n\n")
+        print(say(f"What helps: {helps}"))
+        return
+    for one in book.rules:
+        print(f"{one.id}: {say(one.title)}")
     for fault in book.faults:
-        print(f"left out: {fault}")
+        print(say(f"left out: {fault}"))
+
+
+def report(_extension: Extension, words: list[str]) -> None:
+    """`%oomdoctor report [--code]`: the environment and the last failure as JSON for an issue, with your code if asked.
+
+    Without `--code` there is no line, name or message of your program in it.
+    """
+    from oomdoctor.views.issue_report import issue_report
+
+    if others := [word for word in words if word != "--code"]:
+        raise UsageError(f"report does not take {shown(*others)}")
+    print(issue_report(_case(), with_code="--code" in words))
 
 
 def ranks(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor ranks`: which rank of a job this process is, and whether the others answer."""
     if extension.job is None:
-        print("this process has no part in a job of several ranks that are healed together")
+        print(say("this process has no part in a job of several ranks that are healed together"))
         return
     for line in circle_lines(extension.job):
-        print(line)
+        print(say(line))
 
 
 def config(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
     for name, trait in sorted(extension.config.traits(config=True).items()):
-        print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {trait.help}")
+        print(f"OomDoctor.{name} = {getattr(extension.config, name)!r}  # {say(trait.help)}")
 
 
 def help_(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor help`: this text."""
     for verb in VERBS.values():
-        print(getdoc(verb))
-    for usage in (USAGE, planning.USAGE, measuring.USAGE):
+        print(say(getdoc(verb) or ""))
+    for usage in (USAGE, planning.USAGE, measuring.USAGE, host_guard.USAGE):
         what, _, how, *_ = usage.splitlines()
-        print(f"`{how.strip()}`: {what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does")
+        told = f"{what[:1].lower()}{what[1:].rstrip('.')}; `--help` says what each option does"
+        print(say(f"`{how.strip()}`: {told}"))
 
 
 def _release(extension: Extension, fix_id: str) -> None:
@@ -217,7 +266,8 @@ def _release(extension: Extension, fix_id: str) -> None:
         with chosen.apply(session, Dose()):
             pass
     freed = before - held()
-    print(f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to free")
+    told = f"{format_size(freed)} of tensors freed; {chosen.cost}" if freed > 0 else "there was no tensor to free"
+    print(say(told))
 
 
 def shown(*words: str) -> str:
@@ -291,6 +341,8 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
 
 
 def _retryable(extension: Extension) -> OpenCase:
+    if extension.interrupted:
+        raise UsageError(f"{_STOPPED} Nothing was run.")
     if extension.open is None:
         why = why_not_retried(extension, _case().outcome)
         raise UsageError(f"the failed cell can no longer be retried: {why}")
@@ -299,11 +351,20 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, ranks, rules, config, help_)
+    for verb in (
+        *(status, auto, fix, fit, retry, diff, undo, why, cases),
+        *(simulate, guard, ranks, rules, report, config, help_),
+    )
 }
 
 
-_KINDS: Final = {"oomdoctor": "line", "memreport": "line", "memplan": "line_cell", "mempeak": "line_cell"}
+_KINDS: Final = {
+    "oomdoctor": "line",
+    "memreport": "line",
+    "memplan": "line_cell",
+    "mempeak": "line_cell",
+    "memlimit": "cell",
+}
 
 
 def register(extension: Extension) -> None:
@@ -325,24 +386,34 @@ def register(extension: Extension) -> None:
         if (source := _answered(lambda: measuring.source_of(line, cell))) is not None:
             measuring.run(extension.shell, source, extension.memreport.number)
 
+    def memlimit(line: str, cell: str | None = None) -> None:
+        _answered(lambda: host_guard.run_limited(extension, line, cell))
+
     memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
-    for magic in (oomdoctor, memreport, memplan, mempeak):
+    memlimit.__doc__ = host_guard.USAGE
+    for magic in (oomdoctor, memreport, memplan, mempeak, memlimit):
         name = magic.__name__
+        before = {
+            kind: magics[name] for kind, magics in extension.shell.magics_manager.magics.items() if name in magics
+        }
+        extension.magics_before[name] = before
         extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 
 
 def unregister(extension: Extension) -> None:
-    """Take the magics away again."""
-    for magics in extension.shell.magics_manager.magics.values():
+    """Take the magics away again, and put those back that had their names before."""
+    for kind, magics in extension.shell.magics_manager.magics.items():
         for name in _KINDS:
             magics.pop(name, None)
+            if (before := extension.magics_before.get(name, {}).get(kind)) is not None:
+                magics[name] = before
 
 
 def _answered(do: Callable[[], Any]) -> Any:
     try:
         return do()
     except OomDoctorError as exc:
-        print(f"oomdoctor: {exc}", file=sys.stderr)
+        print(f"oomdoctor: {say(str(exc))}", file=sys.stderr)
         return None
 
 
@@ -361,6 +432,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, why, cases, rules, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, ranks, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

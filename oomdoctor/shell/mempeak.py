@@ -22,9 +22,11 @@ from typing import Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Accelerator
 from oomdoctor.model.sizes import format_size
+from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import reserve
 from oomdoctor.shell.error_boundary import quietly
 from oomdoctor.shell.outputs import HELP, one_line
@@ -47,8 +49,6 @@ after `torch.cuda.reset_peak_memory_stats()`. Where it told more before, that is
 _EVERY_S: Final = 0.002
 _NEAR: Final = 0.9
 """Share of the increment that a sample has to have seen for its line to be told as that of the peak."""
-_TOP_LEVEL: Final = ("<module>", "<cell line: ")
-"""What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
 _HEAD: Final = re.compile(r"((?:[ \t]*\n)*)%%mempeak[ \t]*(?:#[^\n]*)?\n(?!\s*(?:%%|\Z))")
 """What stands above a cell that is measured; one that begins with another cell magic is for IPython to run."""
 
@@ -58,9 +58,14 @@ def measured(source: str) -> str | None:
     head = _HEAD.match(source)
     if head is None:
         return None
-    body = source[head.end() :]
+    return below(head, "mempeak")
+
+
+def below(head: re.Match[str], magic: str) -> str:
+    """Return a cell below a magic that ``head`` has matched, line for line; its group is the empty lines above."""
+    body = head.string[head.end() :]
     indent = re.match(r"(?:[ \t]*\n)*([ \t]*)", body)
-    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%mempeak\n{body}"
+    return "#\n" * head[1].count("\n") + f"{indent[1] if indent else ''}# %%{magic}\n{body}"
 
 
 @dataclass(slots=True)
@@ -147,11 +152,11 @@ class PeakWatch:
     def tell(self) -> None:
         """Print a line for each memory, the host last."""
         if not self._has_begun:
-            print("%%mempeak has no numbers: what was in use before the cell could not be read")
+            print(say("%%mempeak has no numbers: what was in use before the cell could not be read"))
             return
         told = sorted(self._peaks.items(), key=lambda one: one[0][0] == "host")
         for (name, _), peak in told:
-            print(peak.sentence(name, has_lines=self._has_lines))
+            print(say(peak.sentence(name, has_lines=self._has_lines)))
 
     def _sample(self) -> None:
         while not self._ended.wait(_EVERY_S):
@@ -189,11 +194,7 @@ class PeakWatch:
 
     def _line_of_cell(self) -> int | None:
         """Return the line that the cell stands at; where it awaits, the one that was seen last."""
-        frame, found = sys._current_frames().get(self._runs_on), None
-        while frame is not None:
-            if frame.f_globals is self._globals and frame.f_code.co_name.startswith(_TOP_LEVEL):
-                found = frame.f_lineno  # of the outermost: the cell itself
-            frame = frame.f_back
+        found = line_of_cell(self._runs_on, self._globals)
         self._line = self._line if found is None else found
         return self._line
 
@@ -205,7 +206,7 @@ def source_of(line: str, cell: str | None) -> str | None:
         UsageError: there is nothing to run, or more on the line than the cell magic takes.
     """
     if line.strip() in HELP:
-        print(USAGE, end="")
+        print(say(USAGE), end="")
         return None
     if cell is None and not line.strip():
         raise UsageError("%mempeak takes a statement on its line; above a cell, write %%mempeak")

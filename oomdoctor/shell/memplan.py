@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model.plan import Forecast, Verdict
 from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size, parse_size
@@ -69,7 +70,7 @@ def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_
         UsageError: they ask for what is not there, or the cell cannot be planned; nothing is written then.
     """
     if HELP.intersection(words):
-        print(USAGE, end="")
+        print(say(USAGE), end="")
         return None
     if cell is None:
         why = "write %%memplan above the cell; `%memplan --help` tells more"
@@ -92,7 +93,7 @@ def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_
     if options.json is not None:
         put(json.dumps(planned.to_dict(), indent=1), options.json)
         if options.json != PRINTED:
-            print(f"{one_line(options.json)}: the plan as JSON")
+            print(say(f"{one_line(options.json)}: the plan as JSON"))
     else:
         display(planned)
     if not options.run:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model import jsonable
 from oomdoctor.model.memory import CellGrowth
 from oomdoctor.model.session import Cells
@@ -89,12 +90,13 @@ class MemReport:
         usages = [memory.usage() for memory in pipeline.memories(sizes=False)]
         return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
 
-    def note(self, before: Reading | None, copies: int) -> None:
+    def note(self, before: Reading | None, copies: int, number: int) -> None:
         """Note what the cell that has run has left.
 
         Args:
             before: the reading when it began, None where there was none.
             copies: bytes of host memory that are copies of ours, and no part of the program.
+            number: of the cell; of a retry that was typed in another one, of the cell that was run again.
         """
         if before is None:
             return
@@ -105,7 +107,7 @@ class MemReport:
                 grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
         if self._cells and self._cells[-1][0].number > self.number:  # the history was reset
             self._cells.clear()
-        self._cells.append((CellGrowth(number=self.number, grown=grown), after))
+        self._cells.append((CellGrowth(number=number, grown=grown), after))
 
     def end_live(self) -> None:
         """End the output that is refreshed, where there is one."""
@@ -125,7 +127,7 @@ class MemReport:
         from oomdoctor.views.holders import TOP
 
         if words[:1] == ["help"] or HELP.intersection(words):
-            print(USAGE, end="")
+            print(say(USAGE), end="")
             return
         options = _OPTIONS.parse_args(words)
         _check_alone(options)
@@ -173,7 +175,7 @@ class MemReport:
         found = {"schema": jsonable.SCHEMA, "cells": [jsonable.plain(cell) for cell, _ in self._cells]}
         put(json.dumps(found, indent=1), path)
         if path != PRINTED:
-            print(f"{one_line(path)}: the growth of each cell as JSON")
+            print(say(f"{one_line(path)}: the growth of each cell as JSON"))
 
     def _tell_ranks(self, options: Any) -> None:
         from oomdoctor.ranks.gather import gather, imbalance
@@ -186,12 +188,12 @@ class MemReport:
         at, self._of_ranks = self._of_ranks, self._of_ranks + 1
         reports = gather(job.circle, at, own)
         if options.json is None:
-            print("\n".join(rank_lines(reports)))
+            print(say("\n".join(rank_lines(reports))))
             return
         found = {"schema": jsonable.SCHEMA, "imbalance": imbalance(reports), "ranks": jsonable.plain(reports)}
         put(json.dumps(found, indent=1), options.json)
         if options.json != PRINTED:
-            print(f"{one_line(options.json)}: the reports of all ranks as JSON")
+            print(say(f"{one_line(options.json)}: the reports of all ranks as JSON"))
 
     def _collect(self, number: int, options: Any) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
@@ -249,7 +251,7 @@ def _write(options: Any, page: str, shape: str) -> None:
         if options.json != PRINTED:
             said.append(f"{one_line(options.json)}: the evidence as JSON")
     if said:  # beside the JSON, which stays fit to be parsed
-        print("\n".join(said), file=sys.stderr if options.json == PRINTED else sys.stdout)
+        print(say("\n".join(said)), file=sys.stderr if options.json == PRINTED else sys.stdout)
 
 
 def report(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
+from oomdoctor.language import say
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
@@ -52,14 +53,14 @@ def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch)
     extension.shell.set_next_input("\n\n".join(labelled if len(texts) > 1 else texts.values()), replace=False)
     if files:
         print(replace(patch, edits=files).diff(), end="")
-    print(
-        f"the next cell has {' and '.join(texts)} {f'with {candidate.label}' if cells else 'as it is'}; nothing was run"
-    )
+    how = f"with {candidate.label}" if cells else "as it is"
+    print(say(f"the next cell has {' and '.join(texts)} {how}; nothing was run"))
     if files:
-        print(f"first change {', '.join(one.name for one in files)} as the diff above says, and import it again")
+        names = ", ".join(one.name for one in files)
+        print(say(f"first change {names} as the diff above says, and import it again"))
     if case.outcome.kind is OutcomeKind.HEALED:
         healers = ", ".join(case.outcome.fixes)
-        print(f"running it now runs it a second time: the healed run used {healers} when it was healed")
+        print(say(f"running it now runs it a second time: the healed run used {healers} when it was healed"))
 
 
 def undo(extension: Extension) -> str:
@@ -72,7 +73,7 @@ def undo(extension: Extension) -> str:
     if case is None or opened is None:
         raise UsageError(_why_not_undone(case, extension.passed))
     code = case.evidence.code
-    calls = (f"{call} cannot be taken back" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
+    calls = (f"{call} cannot be undone" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
     transaction = opened.transaction
     lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
     fixes = ", ".join(case.outcome.fixes)

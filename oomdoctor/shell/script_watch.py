@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from oomdoctor import pipeline
+from oomdoctor.language import say
 from oomdoctor.model import baseline
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate
@@ -240,7 +241,8 @@ class Watch:
                 print(replace(made.patch, edits=(edit,)).diff(name), file=sys.stderr)
         if self._made:
             names = ", ".join(f"`{name}`" for name in self._made)
-            print(f"From now on {names} in {self.part.module} is what the change made of it.\n", file=sys.stderr)
+            told = say(f"From now on {names} in {self.part.module} is what the change made of it.")
+            print(f"{told}\n", file=sys.stderr)
 
 
 def _begun(text: str, filename: str) -> str:

@@ -9,33 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import NotAvailable, OomDoctorError
-from oomdoctor.model.case import Case
+from oomdoctor.language import say
+from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate, Plan
 from oomdoctor.shell.open_case import why_not_retried
 from oomdoctor.shell.warm_up import is_watched
 
 if TYPE_CHECKING:
-    from oomdoctor.forecast.ranking import Planning
-    from oomdoctor.shell.error_boundary import Borders
     from oomdoctor.shell.extension import Extension
     from oomdoctor.views.diagnosis import Retry
 
 
 _SOON_S: Final = 0.3
-_ABOVE: Final = {"text/plain": "", "text/html": "▲ <strong>Out of memory</strong>: the fix is above this traceback."}
+_ABOVE: Final = "▲ <strong>Out of memory</strong>: the fix is above this traceback."
 _EMPTY: Final = {"text/plain": "", "text/html": ""}
 _LOOKING: Final = {
     "text/plain": "Out of memory: `%oomdoctor why` tells more",
@@ -74,22 +70,33 @@ class Shown:
         """Hold the places of the answer, its controls, its details and what they put out, above the traceback."""
         shown = cls(extension)
         try:
-            for told in (_LOOKING, _EMPTY, _EMPTY, _EMPTY):
+            looking = {kind: say(text) for kind, text in _LOOKING.items()}
+            for told in (looking, _EMPTY, _EMPTY, _EMPTY):
                 shown._places = (*shown._places, _place(told))
         except BaseException:
             shown.withdraw()
             raise
         return shown
 
-    def point_up(self) -> None:
-        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end."""
-        self._pointer = _place(_ABOVE)
+    def point_up(self, case: Case) -> None:
+        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end.
+
+        One that shows text, and does not change what it has shown, has the answer here.
+        """
+        from oomdoctor.views import in_brief
+
+        is_healed = case.outcome.kind is OutcomeKind.HEALED
+        told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": say(_ABOVE)}
+        if self._pointer is None:
+            self._pointer = _place(told)
+        else:
+            self._pointer.update(told, raw=True)
 
     def withdraw(self) -> None:
         """Leave the places that were held empty, unless something was told there since: there is nothing to tell."""
         if not any(self._told):
             places, self._places = self._places, ()
-            for place in (*places, *filter(None, [self._pointer])):
+            for place in places:
                 place.update(_EMPTY, raw=True)
 
     def show_with(self, send_traceback: Callable[[], None], case: Case) -> None:
@@ -102,10 +109,11 @@ class Shown:
         finally:
             if comes_first:
                 send_traceback()
-                self._extension.borders.guarded("display", self.point_up)
+                self._extension.borders.guarded("display", partial(self.point_up, case))
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""
+        was_announced = bool(self._places)
         extension, retry = self._extension, retry_of(case)
         before, extension.shown, self._number = extension.shown, self, case.number
         if before is not None:
@@ -118,6 +126,8 @@ class Shown:
             self._panel = panel.build(case, _Doctor(self, extension, case.number), retry=retry, typed=typed)
             if self._panel is not None:
                 self._panel.display(self._places[1] if len(self._places) > 1 else None)
+        if was_announced:  # so that the traceback stands below it already
+            self.point_up(case)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -145,6 +155,8 @@ class Shown:
                 if new != before:
                     place.update(new, raw=True)
         self._told = [*told, {}][:2]
+        if self._pointer is not None:
+            self.point_up(case)
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""
@@ -194,7 +206,7 @@ class Shown:
 def _brief(case: Case) -> str:
     """Return what was found, in as many lines as there are causes."""
     causes = [f"  {number}. {one.title}" for number, one in enumerate(case.findings, 1)]
-    title = f"Out of memory, case {case.number}; there was no memory left to tell more"
+    title = say(f"Out of memory, case {case.number}; there was no memory left to tell more")
     return "\n".join([title, case.incident.message, *causes])
 
 
@@ -227,6 +239,13 @@ class _Doctor:
         return tuple(one for one in case.plan.candidates if one.label in case.outcome.fixes)
 
     @property
+    def ended(self) -> str:
+        from oomdoctor.views.prices import aftermath
+
+        case = self._case()
+        return "" if case is None or case.outcome.kind is OutcomeKind.OFFERED else aftermath(case).title
+
+    @property
     def gone(self) -> str:
         case = self._case()
         if case is None:
@@ -234,6 +253,13 @@ class _Doctor:
         if self._extension.open is not None or self._extension.healed is not None:
             return ""
         return why_not_retried(self._extension, case.outcome)
+
+    def report(self, *, with_code: bool) -> str:
+        """Return the environment and the case as JSON."""
+        from oomdoctor.views.issue_report import issue_report
+
+        case = next(one for one in pipeline.cases() if one.number == self._number)
+        return issue_report(case, with_code=with_code)
 
     def skip(self) -> None:
         """Forecast nothing more."""
@@ -248,13 +274,13 @@ class _Doctor:
         """Do what a button asks for, as if the user had typed it."""
         extension = self._extension
         if self._case() is None:
-            print("oomdoctor: these buttons are of an earlier failure: run its cell again", file=sys.stderr)
+            print(say("oomdoctor: these buttons are of an earlier failure: run its cell again"), file=sys.stderr)
             return
         try:
             with self._shown.telling():
                 run_cell_anywhere(extension.shell, " ".join(map(str, filter(None, ("%oomdoctor", verb, what)))))
         except OomDoctorError as exc:
-            print(f"oomdoctor: {exc}", file=sys.stderr)
+            print(f"oomdoctor: {say(str(exc))}", file=sys.stderr)
         finally:
             case = self._case()
             if case is not None:
@@ -296,50 +322,3 @@ def run_cell_anywhere(shell: Any, source: str) -> None:
     loop = kernel.io_loop.asyncio_loop
     loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(run())), context=context)
     done.wait()
-
-
-def may_fill_in(shell: Any) -> bool:
-    """Return whether the forecasts of a failure can be filled in after it was shown."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return is_watched(shell) and hasattr(os, "fork")
-
-
-class Filling:
-    """The plan of one failure in the making, while the kernel goes on.
-
-    Args:
-        shown: shows the case with its plan in the place of what was shown before.
-    """
-
-    def __init__(self, case: Case, planning: Planning, borders: Borders, shown: Shown) -> None:
-        self._case: Case | None = case
-        self._planning, self._borders, self._shown = planning, borders, shown
-        self._begun_s = time.monotonic()
-        self._task = asyncio.get_running_loop().create_task(self._listen())
-
-    def settle(self) -> None:
-        """Wait for the rest of the plan."""
-        try:
-            for _ in self._planning.wait():
-                pass
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """Forecast nothing more; what has no forecast says so."""
-        if self._case is not None:
-            self._planning.cancel()
-            case, self._case = pipeline.record(replace(self._case, plan=self._planning.plan)), None
-            self._borders.guarded("display", lambda: self._shown.update(case))
-
-    async def _listen(self) -> None:
-        try:
-            async for plan in self._planning.listen():
-                elapsed_s = time.monotonic() - self._begun_s
-                self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
-        except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
-            self._borders.fault("forecast", exc)
-        self.end()

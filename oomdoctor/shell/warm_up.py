@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oomdoctor import pipeline
+from oomdoctor.language import load
 from oomdoctor.model import baseline
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.retry.release import release
@@ -74,13 +75,16 @@ def is_watched(shell: Any) -> bool:
 class Warming:
     """Readiness for a failure in one shell.
 
+    Args:
+        is_guarded: tells whether requests of cells may be refused though no limit is set.
+
     Attributes:
         done: whether all is loaded that can be so far.
         kept: bytes that are kept back, and will be again before an attempt.
     """
 
-    def __init__(self, shell: Any, config: OomDoctor) -> None:
-        self._shell, self._config = shell, config
+    def __init__(self, shell: Any, config: OomDoctor, is_guarded: Callable[[], bool] = lambda: False) -> None:
+        self._shell, self._config, self._is_guarded = shell, config, is_guarded
         self._steps = self._all_steps()
         self._task: asyncio.Task[None] | None = None
         self._looked_s = -_LOOK_EVERY_S
@@ -153,7 +157,7 @@ class Warming:
         self.keep_back()
         if (process := reserve.of_process()) is not None:
             baseline.note(process[1] - process[0] - reserve.address_space())
-        is_limited = self._pages is not None or process is not None
+        is_limited = self._pages is not None or process is not None or self._is_guarded()
         if is_limited:
             if "torch" in sys.modules and not self._has_teams:
                 self._has_teams = begin_teams()
@@ -264,6 +268,7 @@ def _rehearse(config: OomDoctor) -> None:
 
     failure = MemoryError()
     cells = Cells(history=(Cell(number=0, source="raise MemoryError"),))
+    load()
     case, session = pipeline.observe(failure, lambda device: pipeline.open_session({}, cells, device), {})
     case = pipeline.diagnose(case, pipeline.rulebook(tuple(map(Path, config.rule_paths))))
     case = pipeline.plan(case, session, None, time_budget_s=0)

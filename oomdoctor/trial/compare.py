@@ -77,13 +77,8 @@ def compare(
         """Runs in the copy."""
         orphan_workers()
         torch.autograd.set_multithreading_enabled(False)
-        try:
-            if copies is not None:
-                copies.put_in_place()
-            prepare()
-        except Exception as error:  # noqa: BLE001  border to what restores the user's objects
-            failed = Trial(same=None, why=f"the start of the cell could not be restored: {one_sentence(error)}")
-            return json.dumps(asdict(failed))
+        if why := _unprepared(prepare, copies):
+            return json.dumps(asdict(Trial(same=None, why=why)))
         bound_memory()
         keep_one_thread()
         warm_up()
@@ -108,6 +103,17 @@ def compare(
         return Trial(same=None, why=why)
     told = json.loads(answer)
     return Trial(**{**told, "beside": tuple(told["beside"])})
+
+
+def _unprepared(prepare: Callable[[], None], copies: HostCopies | None) -> str:
+    """Bring back the start of the cell in this copy; return why that cannot be, nothing where it could."""
+    try:
+        if copies is not None:
+            copies.put_in_place()
+        prepare()
+    except Exception as error:  # noqa: BLE001  border to what restores the user's objects
+        return f"the start of the cell could not be restored: {one_sentence(error)}"
+    return ""
 
 
 def warm_up() -> None:

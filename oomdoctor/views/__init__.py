@@ -10,9 +10,9 @@ import random
 
 # rich numbers its styles with the user's random number generator, from the moment that it is imported.
 _state = random.getstate()
-from oomdoctor.views.mime import answer_bundles, bundle, kept, notice_bundle, report_bundle, whole  # noqa: E402
+from oomdoctor.views.mime import answer_bundles, bundle, in_brief, kept, notice_bundle, report_bundle, whole  # noqa: E402
 
 random.setstate(_state)
 del _state
 
-__all__ = ["answer_bundles", "bundle", "kept", "notice_bundle", "report_bundle", "whole"]
+__all__ = ["answer_bundles", "bundle", "in_brief", "kept", "notice_bundle", "report_bundle", "whole"]

@@ -49,6 +49,13 @@ if TYPE_CHECKING:
 _TOP: Final = 5
 _LONGEST_NOTE: Final = 500
 _SIZES: Final = ("requested", "total", "free", "allocated", "reserved", "process_used")
+_STEPS: Final = 3
+"""Causes of which a message's explanation says where to read on."""
+_MEASURE: Final = "`oomdoctor run SCRIPT.py`, or `%load_ext oomdoctor` in a notebook, finds which change fits."
+_RECORD: Final = (
+    '`torch.cuda.memory._record_memory_history()` before the run and `_dump_snapshot("memory.pickle")` after it, '
+    "then `oomdoctor explain memory.pickle`, show the line of each tensor."
+)
 _UNTOLD: Final = "The text alone does not tell: in a notebook, `%load_ext oomdoctor` looks at the memory itself."
 
 _FATES: Final = {
@@ -95,14 +102,15 @@ def answer(case: Case, retry: Retry | None = None) -> Document:
     incident, bar = case.incident, _bar(case)
     title = Text.assemble(("Out of memory" if incident.is_oom else "Not a memory failure", "bad"))
     return (
-        Line(title.append_text(prose(_in_short(incident, case.evidence))), "lead"),
+        Line(title.append_text(prose(_in_short(case))), "lead"),
         *given(replace(bar, is_slim=True) if bar is not None else None),
         *_offer(case, retry or Retry.of(case.plan)),
     )
 
 
-def _in_short(incident: Incident, evidence: Evidence) -> str:
-    """Return what follows ``Out of memory``: where, what was asked for and what was free, and who holds most."""
+def _in_short(case: Case) -> str:
+    """Return what follows ``Out of memory``: where, what was asked for and what was free, and the likeliest cause."""
+    incident, evidence = case.incident, case.evidence
     cell, device = incident.cell, _device(incident, evidence)
     where = "" if cell is None else f" at {labels.code(cell.source_line)} ({labels.place(cell)})"
     if not incident.is_oom:
@@ -116,7 +124,12 @@ def _in_short(incident: Incident, evidence: Evidence) -> str:
     fate = fate or _request(incident, device, evidence.host.kept_back if device.name == "cpu" else None)
     most = _largest(evidence.census, device)
     part = "" if most is None else f" Largest part: {labels.ROLES[most[0]]} ({labels.percent(most[1])})."
-    return f"{where}: {fate}.{part}"
+    return f"{where}: {fate}.{_likeliest(case.findings) or part}"
+
+
+def _likeliest(findings: Sequence[Finding]) -> str:
+    """Return the cause that comes first among the causes: a headline tells no other."""
+    return f" Likely cause: {labels.clean(findings[0].title).removesuffix('.')}." if findings else ""
 
 
 def _fate(incident: Incident) -> str | None:
@@ -165,7 +178,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     frame = incident.framework_frame if incident.cell is None else None
     return (
         Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
-        Line(headline(incident, evidence), "lead"),
+        Line(headline(incident, evidence, cause=_likeliest(case.findings)), "lead"),
         *apart(*_lines(incident)),
         *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
         *apart(_bar(case)),
@@ -198,7 +211,7 @@ def _held(case: Case) -> Document:
     device = _device(case.incident, evidence)
     beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
     held = holders(_census(case), evidence.code.models, top=_TOP, beside=beside)
-    course = Timeline.of(unchanged.course, unchanged.budget)
+    course = Timeline.of(unchanged.course, unchanged.budget, forecast_bytes=unchanged.peak)
     blocks = held.blocks("What holds it", folded=True)
     return (*blocks, *given(Fold("Memory over time", (course,)) if course else None))
 
@@ -234,8 +247,23 @@ def read(explained: Explained) -> Document:
         *(Line(labels.clean(note, _LONGEST_NOTE), "muted") for note in explained.notes),
         *((Head("Why"), why) if findings or failure.is_oom else ()),
         *((Head("What helps"), Items(helps)) if helps else ()),
+        *((Head("Next steps"), Items(_reading(failure, findings, measured=bool(helps)))) if findings else ()),
         *((Head("Also in this text"), Items(tuple(others))) if others else ()),
     )
+
+
+def _reading(incident: Incident, findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
+    """Return where to read on about the likeliest causes, by the ids of their rules, and what would tell more.
+
+    Args:
+        measured: whether changes are named that a run would price.
+    """
+    pages = (
+        f"{labels.clean(finding.title)}: `oomdoctor rules show {finding.rule}` (docs/rules.md#{finding.rule})"
+        for finding in findings[:_STEPS]
+    )
+    is_pool = incident.family in (Family.CUDA, Family.HIP) and incident.allocated is not None
+    return (*pages, *((_MEASURE,) if measured else ()), *((_RECORD,) if is_pool else ()))
 
 
 def missing(device: DeviceMemory) -> tuple[str, ...]:
@@ -247,8 +275,12 @@ def missing(device: DeviceMemory) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)} not available: {labels.clean(reason)}" for reason, names in by_reason.items())
 
 
-def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "") -> str:
-    """Return the whole failure in one sentence with its numbers; with its ``meaning`` where it is none of memory."""
+def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "", cause: str = "") -> str:
+    """Return the whole failure in one sentence with its numbers; with its ``meaning`` where it is none of memory.
+
+    Args:
+        cause: a sentence with the likeliest cause; without one, who holds most is told.
+    """
     cell = incident.cell
     subject = "The program" if cell is None else f"{labels.code(cell.source_line)} ({labels.place(cell)})"
     if not incident.is_oom:
@@ -257,7 +289,7 @@ def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: s
     device = None if evidence is None else _device(incident, evidence)
     kept = None if evidence is None or device is None or device.name != "cpu" else evidence.host.kept_back
     share = "" if evidence is None or device is None else _share(evidence.census, device, evidence.code.models)
-    return f"{subject} {_fate(incident) or _request(incident, device, kept)}{share}."
+    return f"{subject} {_fate(incident) or _request(incident, device, kept)}{'' if cause else share}.{cause}"
 
 
 def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | None) -> str:
@@ -269,20 +301,20 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
         return f"ran out of memory on {where}" if total is None else f"ran out of the {format_size(total)} of {where}"
     asked = f"asked for {format_size(incident.requested)}"
     if total is None:
-        return f"{asked} of {where}, which could not be had"
+        return f"{asked} of {where} and was refused"
     whole = f"the {format_size(total)} of {where}"
     if free is None:
-        return f"{asked} of {whole}, which could not be had"
+        return f"{asked} of {whole} and was refused"
     if incident.requested > free:
         return f"{asked}, {format_size(incident.requested - free)} more than was free of {whole}"
     back = kept if isinstance(kept, int) else 0
     if incident.requested > free - back:
         lack = f"{format_size(incident.requested - max(free - back, 0))} more than was free of {whole}"
-        return f"{asked}, {lack}; {format_size(back)} was kept back for this diagnosis; run again, it gets that too"
+        return f"{asked}, {lack}; {format_size(back)} was kept back for this diagnosis; a run again gets that too"
     if device is not None and device.name == "cpu":
         left = f"{format_size(free - back)} of {whole} was free after the call had ended"
-        return f"{asked}, which could not be had; {left}"
-    return f"{asked}, which could not be had although {format_size(free)} of {whole} was free"
+        return f"{asked} and was refused; {left}"
+    return f"{asked} and was refused although {format_size(free)} of {whole} was free"
 
 
 def _share(census: Census, device: DeviceMemory, models: Sequence[ModelFacts]) -> str:
@@ -309,6 +341,8 @@ def causes(findings: tuple[Finding, ...]) -> Block:
                 title=labels.clean(finding.title),
                 confidence=f"confidence {labels.percent(finding.confidence)}",
                 because=tuple(labels.clean(sentence, 600) for sentence in finding.because),
+                rule=labels.clean(finding.rule),
+                page=labels.clean(finding.page) if finding.page.startswith(("https://", "http://")) else "",
             )
             for finding in findings
         )
@@ -336,7 +370,25 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
         return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
     fitting = next((row for row in rows if row.verdict is Verdict.FITS), None)
     if fitting is not None:
-        nothing = "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it"
-        return (f"{nothing}, by `{fitting.apply}`; state is restored first.",)
-    nothing = "`%oomdoctor retry` runs nothing: no change was forecast to fit"
-    return (f"{nothing}. `{rows[0].apply}` tries one all the same; state is restored first.",)
+        nothing = "`%oomdoctor retry` runs nothing unasked"
+        return (f"{nothing}: `{fitting.apply}` applies the fix that fits; state is restored first.",)
+    nothing = f"`%oomdoctor retry` runs nothing. {why_nothing(case.plan)}"
+    return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
+
+
+def why_nothing(plan: Plan) -> str:
+    """Return in a sentence why a retry would try none of the plan's changes."""
+    offered = [one for one in plan.candidates if one.refuted is None and one.effect is not Effect.ADVICE]
+    keeping = [one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT)]
+    if not plan.candidates and not plan.refusals:
+        return f"No fix was looked for: {labels.clean(plan.unchanged.refused or plan.unchanged.basis)}."
+    if not offered:
+        refused = labels.count(len(plan.refusals), "fix was refused", "fixes were refused")
+        return f"No fix applies to this cell: {refused}." if plan.refusals else "No fix applies to this cell."
+    if not keeping:
+        return "The fixes that apply change results, so none runs unasked."
+    if all(one.forecast.fits is False for one in keeping):
+        return "No fix that keeps the results is forecast to fit."
+    if all(one.breaks for one in keeping if one.forecast.fits is not False):
+        return "The fixes that keep the results failed in their dry run."
+    return "No fix that keeps the results is certain enough to run unasked."

@@ -244,7 +244,8 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
     title = f"Forecast of In[{plan.cell.number}], made without running it"
     for number, name in (names or {}).items():
         title, change = (text.replace(f"In[{number}]", name) for text in (title, change))
-    bar, goes, work = _bar(forecast, course), Timeline.of(course, limit=forecast.budget), _work(course)
+    goes = Timeline.of(course, limit=forecast.budget, forecast_bytes=forecast.peak)
+    bar, work = _bar(forecast, course), _work(course)
     temporaries = tuple(f"{format_size(size)} for {labels.clean(name, 120)}" for name, size in course.temporaries)
     return (
         Line(labels.clean(title), "name"),
@@ -259,7 +260,7 @@ def foresight(plan: MemPlan, names: Mapping[int, str] | None = None) -> Document
         *((Head("Cards", _CARDS), Table("cards", tuple(map(_card, plan.elsewhere)))) if plan.elsewhere else ()),
         *((Head("What to change"), *_prices(plan.plan).blocks()) if plan.plan is not None else ()),
         *given(Fold("The change", (Diff(change),), changes) if change else None),
-        *apart(Line(f"Found out in {plan.elapsed_s:.1f} s.", "muted")),
+        *apart(Line(f"The forecast took {plan.elapsed_s:.1f} s.", "muted")),
     )
 
 
@@ -324,7 +325,7 @@ def _batch(batch: LargestBatch | Refused) -> str:
         return f"No batch was forecast to fit, down to {least} ({found}){ended}."
     need = labels.about(max(batch.forecast.peak or 0, batch.forecast.reserved or 0))
     fits = f"A batch of {batch.size} samples fits with {need}"
-    above = "" if batch.above is None else f", one of {batch.above} not for certain"
+    above = "" if batch.above is None else f", one of {batch.above} may not"
     return f"{fits}{above}; now it has {batch.now} ({found}){ended}."
 
 

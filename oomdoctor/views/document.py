@@ -96,11 +96,13 @@ class Notice:
 
 
 class Cause(NamedTuple):
-    """A likely cause with the sentences that speak for it."""
+    """A likely cause with the sentences that speak for it, its rule's id, and the address of that one's page."""
 
     title: str
     confidence: str
     because: tuple[str, ...]
+    rule: str = ""
+    page: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,25 +226,35 @@ class Timeline:
     axis: Literal["lines", "cells"] = "lines"
 
     @classmethod
-    def of(cls, course: Course | None, budget: int | None = None, *, limit: int | None = None) -> Timeline | None:
+    def of(
+        cls,
+        course: Course | None,
+        budget: int | None = None,
+        *,
+        limit: int | None = None,
+        forecast_bytes: int | None = None,
+    ) -> Timeline | None:
         """Return the timeline of ``course``, None where no dry run saw one.
 
         Args:
             budget: bytes that there are, where the timeline is to be held against them in words.
             limit: bytes that there are, where it is not.
+            forecast_bytes: the peak as the forecast tells it, which has what the allocator rounds up.
         """
         if course is None or not course.points:
             return None
-        first, last, peak = course.points[0], course.points[-1], max(course.points, key=lambda point: point[0])
+        highest = max(range(len(course.points)), key=lambda at: course.points[at][0])
+        size, line = course.points[highest]
+        peak = (max(size, forecast_bytes or 0), line)
+        points = (*course.points[:highest], peak, *course.points[highest + 1 :])
+        first, last = points[0], points[-1]
         sentence = f"From {point(*first)} to the peak of {point(*peak)}; {point(*last)} where it was last seen."
         if budget is not None:
             passed = next((line for size, line in course.points if size > budget), 0)
-            within = f"Its tensors stay within the budget of {format_size(budget)}."
-            sentence += f" {within if passed == 0 else f'It first passes the budget of {point(budget, passed)}.'}"
+            within = f"Its tensors stay within the limit of {format_size(budget)}."
+            sentence += f" {within if passed == 0 else f'It first passes the limit of {point(budget, passed)}.'}"
         limit = limit if budget is None else budget
-        return cls(
-            sentence=sentence, points=course.points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit
-        )
+        return cls(sentence=sentence, points=points, by_role=course.by_role, budget_bytes=budget, limit_bytes=limit)
 
     @classmethod
     def of_cells(cls, ends: Sequence[tuple[int, int]], limit: int | None) -> Timeline | None:
@@ -291,7 +303,7 @@ def point(size: int, line: int | None, axis: str = "lines") -> str:
 
 
 class Gauge(NamedTuple):
-    """What a fix needs as its verdict counts it, and its budget; both as shares of the largest figure of the row."""
+    """What a fix needs as its verdict counts it, and its limit; both as shares of the largest figure of the plan."""
 
     peak_ratio: float
     budget_ratio: float
@@ -303,9 +315,10 @@ class FixRow:
 
     Attributes:
         number: what it is called by.
-        peak: what the verdict and the gauge go by, before → after: what the allocator would hold, where that is known,
-            else what tensors would take; ``quantity`` says which of the two, and how much of what is reserved is in
-            tensors, where that is markedly less. It and ``basis`` are empty where there is no forecast.
+        peak: what the verdict and the gauge go by, of its limit: what the allocator would hold, where that is known,
+            else what tensors would take. ``basis`` says how it was found, and how much of it tensors take; it is empty
+            where there is no forecast.
+        slowdown: empty where it is not known.
         apply: the command that applies it, None where nothing can be applied; likewise ``diff``.
         notes: caveats, and why a part of it cannot be had.
     """
@@ -316,7 +329,6 @@ class FixRow:
     effect: str
     promise: str
     peak: str
-    quantity: str
     basis: str
     verdict: Verdict
     verdict_text: str

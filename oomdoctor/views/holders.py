@@ -67,7 +67,7 @@ class Holders:
 def _cells(row: HolderRow) -> tuple[Inline, ...]:
     what = Text.assemble((row.path, "path"), "  " if row.detail else "", (row.detail, "detail"))
     if row.frees:
-        what.append("\n").append("freed by ", "detail").append(row.frees, "freeing")
+        what.append("\n").append("free it with: ", "detail").append(row.frees, "freeing")
     return Text(row.size, "figure"), row.share, row.role, what
 
 
@@ -78,7 +78,14 @@ def worth_telling(host: HostMemory, beside: Sequence[HostHolding]) -> list[HostH
 
 
 def consists_of(held: HostHolding) -> str:
-    """Return what most of a holding is."""
+    """Return what a holding is, what most of it is, and the line that makes it hold more."""
+    what = _most_of(held)
+    is_one = held.array_bytes > held.bytes / 2 and held.arrays == 1 and held.kind == "ndarray"
+    kind = f"{labels.clean(held.kind, 40)}: " if held.kind and not is_one else ""
+    return f"{kind}{what}" + (f"; {held.grown_by} makes it grow" if held.grown_by else "")
+
+
+def _most_of(held: HostHolding) -> str:
     if held.array_bytes > held.bytes / 2:
         return labels.count(held.arrays, "NumPy array")
     return "text, bytes and other Python objects" if held.objects > 1 else "one Python object"

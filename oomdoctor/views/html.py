@@ -14,10 +14,14 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from oomdoctor.language import is_chinese, say
 from oomdoctor.views import timeline, treemap
-from oomdoctor.views.document import Document, Inline, prose
+from oomdoctor.views.document import Document, FixRow, Inline, prose
 from oomdoctor.views.labels import KINDS, TONES
+from oomdoctor.views.translated import inline, translated
 
+_BELOW: Final = '~.jp-OutputArea-child:has(>[data-mime-type="application/vnd.jupyter.stderr"])'
+"""A traceback that stands below something: to these front ends it is of the same kind as the standard error."""
 _HATCHES: Final = {
     "up": ("45deg", "8px 8px"),
     "down": ("135deg", "8px 8px"),
@@ -27,19 +31,33 @@ _HATCHES: Final = {
 
 
 _CONTROLLED: Final = (
-    "<style>.jp-OutputArea:has(.oomdoctor-panel) .oomdoctor-static{display:none}"
-    ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)){display:none}"
-    "</style>"
+    # What live controls tell as well. Those whose kernel is gone are the ones to hide: the rest is there to read.
+    ".jp-OutputArea:has(.oomdoctor-panel:not(.jupyter-widgets-disconnected)) .oomdoctor-static,"
+    ".oomdoctor-panel.jupyter-widgets-disconnected,"
+    # What a front end says in the place of controls that were not saved.
+    ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)),"
+    # What a failed attempt has put out and its traceback, where a button has healed the cell.
+    ".jp-OutputArea-child:has(~.jp-OutputArea-child .oomdoctor-healed),"
+    f".jp-OutputArea-child:has(.oomdoctor-healed){_BELOW}"
+    "{display:none}"
+    # A long output is put into a box with a bar to scroll by. The answer stands out of it; the traceback has its own.
+    ".jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer){max-height:none}"
+    f".jp-mod-outputsScrolled .jp-OutputArea-child:has(.oomdoctor-answer){_BELOW}{{max-height:24em;overflow:auto}}"
+    # In a narrow window a prompt stands above its output, as high as it is wide beside one.
+    "@media (max-width:760px){.jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer)>.jp-OutputArea-child>"
+    ".jp-OutputArea-prompt{flex-basis:auto}}"
 )
-"""Hides what live controls tell as well, and what a front end says in the place of controls that were not saved.
+"""Rules for JupyterLab, Notebook and nbconvert. A page without them, as an untrusted one, shows all there is to read.
 
-A page without it, as an untrusted one, shows all there is to read.
+Source: ``_comm_live_update`` of @jupyter-widgets/base; ``scroll-output`` of @jupyter-notebook/notebook-extension, which
+does so from 1,820 pixels on.
 """
 
 
-def controlled(document: Document) -> str:
+def controlled(document: Document, *, is_healed: bool = False) -> str:
     """Return what stands above controls that may be live."""
-    return f'{_CONTROLLED}<div class="oomdoctor-answer">{render(document)}</div>'
+    kind = f"oomdoctor-answer{' oomdoctor-healed' if is_healed else ''}"
+    return f'<style>{_CONTROLLED}</style><div class="{kind}">{render(document)}</div>'
 
 
 def static(content: str) -> str:
@@ -49,12 +67,16 @@ def static(content: str) -> str:
 
 def render(document: Document) -> str:
     """Return ``document`` as a part of a page."""
-    return _templates().get_template("document.html.j2").render(blocks=document)
+    return _templates().get_template("document.html.j2").render(blocks=translated(document))
 
 
 def page(title: str, document: Document) -> str:
     """Return a whole page that opens offline and follows the theme of the browser."""
-    return _templates().get_template("page.html.j2").render(title=title, content=Markup(render(document)))
+    return (
+        _templates()
+        .get_template("page.html.j2")
+        .render(title=say(title), content=Markup(render(document)), language="zh-CN" if is_chinese() else "en")
+    )
 
 
 @cache
@@ -68,14 +90,15 @@ def _templates() -> Environment:
     )
     environment.filters.update(spans=_spans, fill=_fill, share=_share, timeline=timeline.drawn, treemap=treemap.drawn)
     environment.globals.update(
-        tones=TONES, kinds=KINDS, heights={"timeline": timeline.HEIGHT, "treemap": treemap.HEIGHT}
+        say=say, tones=TONES, kinds=KINDS, heights={"timeline": timeline.HEIGHT, "treemap": treemap.HEIGHT}
     )
     return environment
 
 
-def part(name: str, content: Inline) -> str:
-    """Return a sentence (``inline``) or a diff (``changed``) as a part of what stands in no document."""
-    found: str = getattr(_templates().get_template("parts.html.j2").module, name)(content)
+def part(name: str, content: Inline | FixRow) -> str:
+    """Return a sentence (``inline``), a diff (``changed``) or a ``gauge`` as a part of what stands in no document."""
+    told = inline(content) if name == "inline" and not isinstance(content, FixRow) else content
+    found: str = getattr(_templates().get_template("parts.html.j2").module, name)(told)
     return str(found)
 
 

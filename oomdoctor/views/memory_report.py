@@ -144,7 +144,7 @@ def absences(evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ())
     for name, missing in absent:
         is_idle = missing.reason.startswith(_UNUSED)
         (figures if is_idle else lacking).setdefault(_reason(missing.reason), []).append(labels.clean(name, 120))
-    lines = (("Not on this machine", lacking), ("Not known", figures))
+    lines = (("Not on this machine", lacking), ("Not available", figures))
     return tuple(f"{title}: {text}." for title, things in lines if (text := _listed(things)))
 
 

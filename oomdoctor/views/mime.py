@@ -15,10 +15,12 @@ import sys
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypedDict
 
+from oomdoctor.model.case import OutcomeKind
 from oomdoctor.views import html, text
 from oomdoctor.views.diagnosis import answer, details, more, tell
 from oomdoctor.views.document import Bar, Line, prose
 from oomdoctor.views.prices import aftermath
+from oomdoctor.views.translated import translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +41,11 @@ def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | No
     return _bundle((*answer(case, retry), *more(case)) if is_brief else tell(case, retry, names), names)
 
 
+def in_brief(case: Case, retry: Retry | None = None) -> str:
+    """Return what a terminal shows of ``case`` as text. For ``retry`` see ``bundle``."""
+    return _text((*answer(case, retry), *more(case)))
+
+
 def whole(case: Case, retry: Retry | None = None) -> str:
     """Return the whole diagnosis of ``case`` as text. For ``retry`` see ``bundle``."""
     return _text(tell(case, retry))
@@ -47,7 +54,8 @@ def whole(case: Case, retry: Retry | None = None) -> str:
 def answer_bundles(case: Case, retry: Retry | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """Return what a notebook shows above and below the controls of ``case``. For ``retry`` see ``bundle``."""
     above = answer(case, retry)
-    return {**report_bundle(above), "text/html": html.controlled(above)}, report_bundle(details(case, retry))
+    page = html.controlled(above, is_healed=case.outcome.kind is OutcomeKind.HEALED)
+    return {**report_bundle(above), "text/html": page}, report_bundle(details(case, retry))
 
 
 def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -97,7 +105,8 @@ def live_bundle(document: Sequence[Line | Bar]) -> dict[str, str]:
 
     Its text is not made by rich's console, which draws random numbers of the user's.
     """
-    drawn = (text.draw(block, _BAR)[1] if isinstance(block, Bar) else prose(block.text) for block in document)
+    said = [one for one in translated(tuple(document)) if isinstance(one, Line | Bar)]
+    drawn = (text.draw(block, _BAR)[1] if isinstance(block, Bar) else prose(block.text) for block in said)
     return {"text/plain": "\n".join(line.plain for line in drawn), "text/html": html.render(tuple(document))}
 
 

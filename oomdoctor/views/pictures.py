@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
+from oomdoctor.language import say
 from oomdoctor.views.labels import KINDS
 
 WIDTH: Final = 780
@@ -66,6 +67,8 @@ def picture(
         kinds: of memory, whose fills the elements use; see ``fill``.
         size: ``width height`` that the elements are drawn in; it is stretched. They are given in shares where it is "".
     """
+    title, alt = say(title), say(alt)
+    spots = (spot._replace(title=say(spot.title)) for spot in spots)
     box = f' viewBox="0 0 {size}" preserveAspectRatio="none"' if size else ""
     patterns = "".join(_pattern(kind) for kind in dict.fromkeys(kinds) if KINDS[kind].hatch)
     svg = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from oomdoctor.model.case import OutcomeKind, State
+from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
 from oomdoctor.model.sizes import format_size
@@ -28,7 +28,8 @@ _BASIS: Final = 600
 """Characters of a basis, which is a sentence of a fix: of two fixes together it is two. It is told to its end."""
 _MOST_REFUSALS: Final = 6
 """Refused fixes that text shows; those that the findings suggest come first, and the page folds the rest away."""
-_SAME_PACE: Final = 0.02
+_SAME_PACE: Final = 0.05
+"""Within this, one way to write the same work takes as long as another for all that counted operations tell."""
 _TWICE: Final = 2.0
 _ALIKE: Final = 1.05
 """Up to this much less than what the allocator holds, what tensors take of it tells a reader nothing new."""
@@ -75,7 +76,9 @@ def prices(plan: Plan, incident: Incident | None = None) -> Prices:
     failed = incident is not None and incident.is_oom and not (fits and incident.requested is not None)
     is_contradicted = failed and unchanged.verdict is not Verdict.TOO_LARGE
     return Prices(
-        unchanged=_failed_need(unchanged) if is_contradicted and unchanged.peak is not None else _need(unchanged),
+        unchanged=_failed_need(unchanged)
+        if is_contradicted and not plan.pending
+        else _need(unchanged, is_failed=incident is not None),
         fixes=fix_rows(plan),
         unfixed=_unfixed(plan, fits=not is_contradicted),
         refusals=tuple((labels.clean(fix, 120), labels.clean(reason)) for fix, reason in plan.refusals),
@@ -90,11 +93,12 @@ def _failed_need(unchanged: Forecast) -> str:
 
 def _lacking(forecast: Forecast) -> str:
     """Return why there is no forecast, or no better one."""
-    return f"{'Rough estimate' if forecast.peak else 'No forecast'}: {labels.clean(forecast.refused or '')}"
+    return f"{'Rough estimate' if forecast.peak else 'No forecast'}: {labels.clean(forecast.refused or forecast.basis)}"
 
 
 def _with_reason(told: str, unchanged: Forecast) -> str:
-    return f"{told} {_lacking(unchanged).removesuffix('.')}." if unchanged.refused else told
+    is_lacking = unchanged.refused or unchanged.peak is None
+    return f"{told} {_lacking(unchanged).removesuffix('.')}." if is_lacking else told
 
 
 def _unfixed(plan: Plan, *, fits: bool) -> str | None:
@@ -108,44 +112,48 @@ def _unfixed(plan: Plan, *, fits: bool) -> str | None:
     return "No change is needed." if is_enough else "No fix applies here."
 
 
-def _need(unchanged: Forecast) -> str:
-    """Return in one sentence what the cell needs without any change."""
+def _need(unchanged: Forecast, *, is_failed: bool = False) -> str:
+    """Return in one sentence what the cell needs without any change; of one that has failed, its line is known."""
     if unchanged.peak is None:
         reason = labels.clean(unchanged.refused or unchanged.basis).removesuffix(".")
         return f"As written, this cell has no forecast: {reason}."
-    line = f", at line {unchanged.peak_line}" if unchanged.peak_line is not None else ""
+    line = "" if unchanged.peak_line is None or is_failed else f", at line {unchanged.peak_line}"
     budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{labels.verdict(unchanged.verdict)}{_tensors(unchanged)} ({basis(unchanged)})"
-    need = f"{labels.about(_counted(unchanged))} ({_quantity(unchanged)})"
-    return _with_reason(f"As written, this cell needs {need}{budget}{line}: {verdict}.", unchanged)
+    verdict = f"{labels.verdict(unchanged.verdict)} ({basis(unchanged)}{_tensors(unchanged)})"
+    need = f"{labels.about(needed(unchanged))}{budget}{line}"
+    return _with_reason(f"As written, this cell needs {need}: {verdict}.", unchanged)
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
     """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them."""
-    return tuple(fix_row(number, one, plan.unchanged) for number, one in enumerate(plan.candidates, 1))
+    return tuple(fix_row(number, one, plan) for number, one in enumerate(plan.candidates, 1))
 
 
-def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
-    """Return one candidate as a row, without commands where it was refuted."""
+def fix_row(number: int, candidate: Candidate, plan: Plan) -> FixRow:
+    """Return one candidate as a row of its plan, without commands where it was refuted.
+
+    All rows of a plan tell one quantity: what the allocator would hold, where one stands between.
+    """
+    unchanged = plan.unchanged
     forecast, is_offered = candidate.forecast, candidate.refuted is None
     effect, promise = labels.EFFECTS[candidate.effect]
     if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and is_offered:
         promise = f"{promise}, to be checked"
     is_written = not isinstance(candidate.patch, Refused)
     is_applied = candidate.effect is not Effect.ADVICE and (is_written or candidate.applies_live)
+    is_applied = is_applied and not _is_in_vain(forecast, unchanged)
     return FixRow(
         number=number,
         title=labels.clean(candidate.title),
         dose=labels.clean(candidate.dose.short, 120),
         effect=effect,
         promise=promise,
-        peak=_peak(forecast, unchanged),
-        quantity=f"{_quantity(forecast)}{_tensors(forecast)}" if forecast.peak is not None else "",
-        basis=basis(forecast) if forecast.peak is not None else "",
+        peak=_peak(forecast),
+        basis=f"{basis(forecast)}{_tensors(forecast, unchanged)}" if forecast.peak is not None else "",
         verdict=forecast.verdict,
         verdict_text=labels.verdict(forecast.verdict),
-        slowdown=slowdown(forecast),
-        gauge=_gauge(forecast, unchanged),
+        slowdown=pace(candidate),
+        gauge=_gauge(forecast, plan),
         apply=f"%oomdoctor fix {number}" if is_offered and is_applied else None,
         diff=f"%oomdoctor diff {number}" if is_offered and is_written else None,
         notes=tuple(_notes(candidate, unchanged)),
@@ -154,6 +162,7 @@ def fix_row(number: int, candidate: Candidate, unchanged: Forecast) -> FixRow:
 
 def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     notes = [f"Refused when it was tried: {labels.clean(candidate.refuted, 600)}"] if candidate.refuted else []
+    notes += [_IN_VAIN] if _is_in_vain(candidate.forecast, unchanged) else []
     notes += [labels.clean(candidate.caveat, 600)] if candidate.caveat else []
     if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
         notes.append(_lacking(candidate.forecast))
@@ -162,35 +171,33 @@ def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     return notes
 
 
-def _counted(forecast: Forecast) -> int:
-    """Return what the verdict goes by."""
+def needed(forecast: Forecast) -> int:
+    """Return what the verdict goes by: what the allocator would hold, where that is known."""
     return max(forecast.peak or 0, forecast.reserved or 0)
 
 
-def _quantity(forecast: Forecast) -> str:
-    is_larger = forecast.reserved is not None and forecast.reserved >= (forecast.peak or 0)
-    return "reserved" if is_larger else "allocated"
+def _is_in_vain(forecast: Forecast, unchanged: Forecast) -> bool:
+    """Return whether a change that does not fit needs no less than the cell as it is; of estimates it is not known."""
+    is_told = all(one.refused is None and one.estimated is None for one in (forecast, unchanged))
+    if not is_told or unchanged.peak is None or forecast.verdict is not Verdict.TOO_LARGE:
+        return False
+    return (forecast.reserved is None) == (unchanged.reserved is None) and needed(forecast) >= needed(unchanged)
 
 
-def _before(forecast: Forecast, unchanged: Forecast) -> int | None:
-    """Return what the unchanged cell needs of the quantity that ``forecast`` is judged by, else what is known."""
-    return unchanged.peak if unchanged.peak is None or forecast.reserved is None else _counted(unchanged)
-
-
-def _peak(forecast: Forecast, unchanged: Forecast) -> str:
+def _peak(forecast: Forecast) -> str:
     if forecast.peak is None:
         return "no forecast"
-    after, before = labels.about(_counted(forecast)), _before(forecast, unchanged)
-    if before is None:
-        return after
-    other = " allocated" if unchanged.reserved is None and forecast.reserved is not None else ""
-    return f"{labels.about(before)}{other} → {after}"
+    limit = "" if forecast.budget is None else f" of {format_size(forecast.budget)}"
+    return f"{labels.about(needed(forecast))}{limit}"
 
 
-def _tensors(forecast: Forecast) -> str:
-    if forecast.reserved is None or forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
+def _tensors(forecast: Forecast, unchanged: Forecast | None = None) -> str:
+    """Return how much of a forecast tensors take, where that is another number; or that it is of them alone."""
+    if forecast.reserved is None:
+        return "" if unchanged is None or unchanged.reserved is None else "; tensors alone, the allocator may hold more"
+    if forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
-    return f", {labels.about(forecast.peak)} in tensors"
+    return f"; {labels.about(forecast.peak)} in tensors"
 
 
 def basis(forecast: Forecast) -> str:
@@ -198,7 +205,7 @@ def basis(forecast: Forecast) -> str:
     name = labels.clean(forecast.basis, _BASIS)
     if forecast.estimated is not None:
         low, high = forecast.estimated
-        return f"{name}; an estimate: of such, 9 in 10 measured peaks are {low:g} to {high:g} times as large"
+        return f"{name}; a rough estimate: the real peak may be {low:g} to {high:g} times this"
     return f"{name}, ± {labels.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
@@ -206,39 +213,46 @@ def offered(candidate: Candidate) -> str:
     """Return a change in one sentence: what it does, what it keeps, and what it costs."""
     forecast = candidate.forecast
     dose = f" ({labels.clean(candidate.dose.short, 120)})" if candidate.dose.values else ""
-    parts = [labels.EFFECTS[candidate.effect][1]]
-    if forecast.slowdown is not None:
-        parts.append(_pace(forecast.slowdown))
+    parts = [_keeps(candidate.effect), told] if (told := pace(candidate)) else [_keeps(candidate.effect)]
     if forecast.peak is not None:
-        budget = f" of {format_size(forecast.budget)}" if forecast.budget is not None else ""
         rough = " by a rough estimate" if forecast.estimated is not None else ""
-        parts.append(f"peak {labels.about(_counted(forecast))}{budget}{rough}")
+        parts.append(f"peak {_peak(forecast)}{rough}")
     return f"{labels.clean(candidate.title)}{dose}: {', '.join(parts)}."
 
 
-def _pace(ratio: float) -> str:
-    if abs(ratio - 1) < _SAME_PACE:
-        return "as fast as before"
-    if ratio < _TWICE:
-        return f"about {labels.percent(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
-    return f"about {ratio:.1f} times as long"
+def _keeps(effect: Effect) -> str:
+    """Return what becomes of the results, in a list of facts."""
+    name, promise = labels.EFFECTS[effect]
+    return promise if effect in (Effect.EXACT, Effect.EQUIVALENT) else name
 
 
-def slowdown(forecast: Forecast) -> str:
-    """Return the forecast time as a multiple of the unchanged cell's."""
-    return "unknown" if forecast.slowdown is None else f"≈ {labels.times(forecast.slowdown)}"
+def pace(candidate: Candidate) -> str:
+    """Return how long the changed cell takes beside the unchanged one; nothing where that is not known.
+
+    The ratio is of operations that were counted and not timed. It tells what work is added. A change of the results
+    may do less work than was asked for, which is no speed.
+    """
+    ratio, keeps = candidate.forecast.slowdown, candidate.effect in (Effect.EXACT, Effect.EQUIVALENT)
+    if ratio is None or (ratio < 1 - _SAME_PACE and not keeps):
+        return ""
+    if ratio <= 1 + _SAME_PACE:
+        return "about as fast"
+    return f"about {labels.percent(ratio - 1)} slower" if ratio < _TWICE else f"about {ratio:.1f} times as long"
 
 
-def _gauge(forecast: Forecast, unchanged: Forecast) -> Gauge | None:
+def _gauge(forecast: Forecast, plan: Plan) -> Gauge | None:
+    """Return how much of the limit a change needs, on one scale for all rows of a plan."""
     if forecast.peak is None or forecast.budget is None:
         return None
-    needed = _counted(forecast)
-    scale = max(needed, forecast.budget, _before(forecast, unchanged) or 0)
-    return Gauge(needed / scale, forecast.budget / scale) if scale else None
+    known = (plan.unchanged, forecast, *(one.forecast for one in plan.candidates))
+    scale = max(*map(needed, known), forecast.budget)
+    return Gauge(needed(forecast) / scale, forecast.budget / scale) if scale else None
 
 
-_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Take it back", "Offered", "Anyway")
+_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Undo it", "Offered", "Anyway")
 """Names of the facts that are commands to type."""
+
+_IN_VAIN: Final = "It does not lower the peak here, so it is not offered."
 
 CHANGED: Final = "Changed"
 """Name of the facts that say what a healed cell ran with."""
@@ -253,7 +267,7 @@ def aftermath(case: Case, *, in_notebook: bool = True) -> Notice:
     Args:
         in_notebook: whether commands can be typed.
     """
-    mark = "✓" if case.outcome.kind is OutcomeKind.HEALED else "!"
+    mark = "✓" if case.outcome.kind is OutcomeKind.HEALED and not _passed(case) else "!"
     facts = ((name, told) for name, told in _facts(case) if told and (in_notebook or name not in _COMMANDS))
     return Notice(mark, _title(case), tuple(facts))
 
@@ -268,9 +282,13 @@ def _title(case: Case) -> str:
         if outcome.state is State.RESTORED
         else "the state before it is only partly restored"
     )
+    if outcome.interrupted:
+        return (
+            "Interrupted. Everything is as before the cell ran." if _is_as_before(outcome) else f"Interrupted; {start}."
+        )
     return {
         OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
-        OutcomeKind.HEALED: f"Healed: {what} ran to its end with {changes} in place, {after}.",
+        OutcomeKind.HEALED: f"Healed{_passed(case)}: {what} ran to its end with {changes} in place, {after}.",
         OutcomeKind.REFUSED: f"Not healed: no fix kept the results of {what}; {start}."
         if outcome.attempts or outcome.state is State.RESTORED
         else f"Not retried: {what} was left as it failed.",
@@ -279,8 +297,22 @@ def _title(case: Case) -> str:
     }[outcome.kind]
 
 
+def _is_as_before(outcome: Outcome) -> bool:
+    return outcome.interrupted and outcome.state is State.RESTORED
+
+
+def _passed(case: Case) -> str:
+    """Return that a healed cell took more than it was to fit in, which the user may have typed."""
+    limit, peak = case.plan.unchanged.budget, case.outcome.peak
+    if limit is None or peak is None or peak <= limit:
+        return ""
+    return f", but over the limit ({format_size(peak)} of {format_size(limit)})"
+
+
 def _facts(case: Case) -> list[tuple[str, str]]:
     outcome = case.outcome
+    if _is_as_before(outcome):
+        return _commands(case, [])
     did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
     known = {one.label: (number, one) for number, one in enumerate(case.plan.candidates, 1)}
     used = [known[label] for label in outcome.fixes if label in known]
@@ -290,7 +322,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     if outcome.kind is OutcomeKind.HEALED:
         facts.append(("Checked", labels.clean(outcome.checked, 600)))
         facts += [("Mind", labels.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
-    facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, forecast))]
+    facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, used))]
     if outcome.ranks is not None:
         facts.append(("Ranks", _together(outcome.ranks)))
     if outcome.kind is not OutcomeKind.OFFERED:
@@ -311,8 +343,7 @@ def _together(ranks: RanksTogether) -> str:
 
 def _change(candidate: Candidate) -> str:
     dose = f" ({labels.clean(str(candidate.dose), 120)})" if candidate.dose.values else ""
-    effect, promise = labels.EFFECTS[candidate.effect]
-    return f"{labels.clean(candidate.title)}{dose}; {effect}: {promise}"
+    return f"{labels.clean(candidate.title)}{dose}: {_keeps(candidate.effect)}"
 
 
 def _measured(case: Case, forecast: Forecast | None) -> str:
@@ -329,7 +360,7 @@ def _measured(case: Case, forecast: Forecast | None) -> str:
         parts.append(f"forecast {_off(expected, measured)}")
     budget = forecast.budget if forecast is not None else case.plan.unchanged.budget
     if parts and budget is not None:
-        parts.append(f"budget {format_size(budget)}")
+        parts.append(f"limit {format_size(budget)}")
     return "; ".join(parts)
 
 
@@ -338,13 +369,11 @@ def _off(forecast_bytes: int, measured_bytes: int) -> str:
     return "met" if abs(off) < 0.0005 else f"{labels.percent(abs(off), 1)} too {'high' if off > 0 else 'low'}"
 
 
-def _time(case: Case, forecast: Forecast | None) -> str:
-    parts = []
-    if case.outcome.elapsed_s is not None:
-        parts.append(f"{case.outcome.elapsed_s:.1f} s")
-    if forecast is not None and forecast.slowdown is not None:
-        parts.append(f"forecast: {_pace(forecast.slowdown)}")
-    return "; ".join(parts)
+def _time(case: Case, used: list[tuple[int, Candidate]]) -> str:
+    if case.outcome.elapsed_s is None:
+        return ""
+    told = pace(used[0][1]) if len(used) == 1 else ""
+    return f"{case.outcome.elapsed_s:.1f} s{f'; forecast: {told}' if told else ''}"
 
 
 def _commands(case: Case, used: list[tuple[int, Candidate]]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 from rich.theme import Theme
 
+from oomdoctor.language import say
 from oomdoctor.views import labels
 from oomdoctor.views.document import (
     Bar,
@@ -42,6 +43,7 @@ from oomdoctor.views.document import (
     Treemap,
     prose,
 )
+from oomdoctor.views.translated import translated
 
 _STYLES: Final = Theme(
     {
@@ -91,7 +93,7 @@ def render(
             _environ={},
         )
         with console.capture() as capture:
-            console.print(Group(*_Renderer(width, names or {}).parts(document)), crop=False)
+            console.print(Group(*_Renderer(width, names or {}).parts(translated(document))), crop=False)
         return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     finally:
         random.setstate(state)
@@ -115,7 +117,7 @@ class _Renderer:
                 yield self._line(block)
             case Head() | Fold():
                 yield ""
-                yield Text.assemble((block.title, "strong"), f": {block.aside}" if block.aside else "")
+                yield Text.assemble((block.title, "strong"), f"{say(': ')}{block.aside}" if block.aside else "")
                 yield from self.parts(block.blocks) if isinstance(block, Fold) else ()
             case Static():
                 yield from self.parts(block.blocks)
@@ -140,7 +142,8 @@ class _Renderer:
             case Items():
                 yield from (_indented(self._inline(row)) for row in block.rows[: block.most])
                 if more := len(block.rows[block.most :]) if block.most else 0:
-                    yield _indented(Text(f"and {more} more, which the page and the JSON form list", "muted"))
+                    told = say(f"and {more} more, which the page and the JSON form list")
+                    yield _indented(Text(told, "muted"))
             case Table():
                 yield from self._table(block)
             case Notice():
@@ -213,6 +216,8 @@ class _Renderer:
         text = Text.assemble((cause.title, "strong" if is_told else ""), f" ({cause.confidence})")
         for sentence in cause.because if is_told else ():
             text.append("\n").append_text(prose(sentence))
+        if is_told and cause.rule:
+            text.append(f"\nRule: {cause.page or cause.rule}", "muted")
         return text
 
     def _fixes(self, rows: tuple[FixRow, ...]) -> Grid:
@@ -220,9 +225,10 @@ class _Renderer:
         table = self._grid((_NUMBER, {"ratio": 1, "overflow": "fold"}), ())
         for row in rows:
             text = Text.assemble((row.title, "strong"), f" ({row.dose})" if row.dose else "")
-            text.append(f"\n{row.effect}: {row.promise}\n")
-            text.append(row.verdict_text, labels.TONES[row.verdict]).append(f": {row.peak}")
-            text.append(f" {row.quantity}, {row.basis}" if row.quantity else "").append(f"; time {row.slowdown}")
+            text.append(f"\n{say(f'{row.effect}: {row.promise}')}\n")
+            text.append(row.verdict_text, labels.TONES[row.verdict]).append(f"{say(': ')}{row.peak}")
+            text.append(f" ({row.basis})" if row.basis else "")
+            text.append(f"{say('; ')}{row.slowdown}" if row.slowdown else "")
             if commands := [command for command in (row.apply, row.diff) if command]:
                 text.append("\n").append("   ".join(commands), "command")
             for note in row.notes:
@@ -279,7 +285,7 @@ def _entry(group: Sequence[Segment]) -> Text:
     """Return a fill with what it stands for."""
     kind = labels.KINDS[_kind(group)]
     named = ", ".join(f"{segment.label} {segment.size}" for segment in group)
-    return Text.assemble((kind.sign, kind.style), f" {'other: ' if len(group) > 1 else ''}{named}")
+    return Text.assemble((kind.sign, kind.style), f" {f'{say(kind.label)}: ' if len(group) > 1 else ''}{named}")
 
 
 def _heading(bar: Bar, beyond: int, width: int) -> list[Text]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
+from oomdoctor.language import say
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census
 from oomdoctor.model.sizes import format_size
@@ -87,10 +88,10 @@ def squarified(sizes: Sequence[int], box: Box) -> list[Box]:
         count = 1
         while count < len(rest) and _longest(rest[: count + 1], side) <= _longest(rest[:count], side):
             count += 1
-        depth = sum(rest[:count]) / side if side else 0.0
-        at = 0.0
+        row, at = sum(rest[:count]), 0.0
+        depth = min(row / side, max(width, height)) if side else 0.0
         for area in rest[:count]:
-            along = area / depth if depth else 0.0
+            along = side * area / row if row else 0.0
             found.append(Box(left, top + at, depth, along) if width >= height else Box(left + at, top, along, depth))
             at += along
         if width >= height:
@@ -111,7 +112,8 @@ def drawn(tree: Treemap) -> Picture:
     totals = [_bytes(tiles) for _, tiles in tree.tiles]
     shapes, spots, whole = list[str](), list[Spot](), sum(totals)
     for (kind, tiles), of_kind in zip(tree.tiles, squarified(totals, Box(0, 0, WIDTH, HEIGHT)), strict=True):
-        for (name, size), box in zip(tiles, squarified([size for _, size in tiles], of_kind), strict=True):
+        for (path, size), box in zip(tiles, squarified([size for _, size in tiles], of_kind), strict=True):
+            name = say(path) if " " in path else path  # of more than one word, it is told in ours
             shapes.append(_shape(kind, name, size, box))
             told = f"{name}: {format_size(size)}, {labels.percent(size / whole)}, {labels.KINDS[kind].label}"
             share = (box.left / WIDTH, box.top / HEIGHT, box.width / WIDTH, box.height / HEIGHT)
@@ -125,13 +127,25 @@ def drawn(tree: Treemap) -> Picture:
     return picture("Treemap of holders", alt, shapes, kinds=[kind for kind, _ in tree.tiles], spots=spots)
 
 
+def shortened(name: str, room: int) -> str:
+    """Return a name in at most ``room`` letters, with its last part whole; nothing where that has no room."""
+    if len(name) <= room:
+        return name
+    last = max(name.rfind("."), name.rfind("["), 0)
+    head = room - len(name[last:]) - 1
+    return f"{name[:head]}…{name[last:]}" if head >= 0 and last else ""
+
+
 def _shape(kind: str, name: str, size: int, box: Box) -> str:
-    """Return a tile, with its name and its bytes where there is room. Of a long name the end tells most."""
+    """Return a tile, with its name and its bytes where there is room. Of a long name the middle is left out.
+
+    A module's own number or name is at the end, and is there whole or not at all.
+    """
     texts, room = "", int((box.width - 2 * _MARGIN_PX) / _LETTER_PX)
     if room >= _FEW_LETTERS:
         module = name.removesuffix(_REST)
-        shown = module if len(module) <= room else f"…{module[1 - room :]}"
-        lines = [line for line in (shown, format_size(size)) if len(line) <= room][: int((box.height - 4) / _LINE_PX)]
+        lines = [line for line in (shortened(module, room), format_size(size)) if line and len(line) <= room]
+        lines = lines[: int((box.height - 4) / _LINE_PX)]
         texts = "".join(
             f'<text x="{_MARGIN_PX}" y="{_LINE_PX * at}">{escape(line)}</text>' for at, line in enumerate(lines, 1)
         )

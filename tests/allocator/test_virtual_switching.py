@@ -98,7 +98,7 @@ def test_taking_over_runs_no_code_of_the_user():
 
 def test_what_is_alive_must_fit():
     tensor = torch.zeros(80 * MIB, dtype=torch.uint8)
-    with pytest.raises(UsageError, match="do not fit into a virtual accelerator of 64"), simulate("64MiB"):
+    with pytest.raises(UsageError, match="do not fit into a simulated GPU of 64"), simulate("64MiB"):
         pass
     assert_nothing_is_left()
     device = switch_on("512MiB")
@@ -175,7 +175,7 @@ def test_it_is_switched_off_where_it_was_switched_on():
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert refused == ["the virtual accelerator was switched on in another thread: switch it off there"]
+    assert refused == ["the simulated GPU was switched on in another thread: switch it off there"]
     assert active() is not None
 
 

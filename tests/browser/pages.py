@@ -102,6 +102,12 @@ class Page:
         """Press the toolbar's button that interrupts the kernel."""
         self.page.locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]').click()
 
+    def restart(self) -> None:
+        """Restart the kernel; returns when it is there again."""
+        command = f"() => {{{_CONTEXT} return context.sessionContext.restartKernel().then(() => null) }}"
+        self.page.evaluate(command)
+        self.wait_until_idle()
+
     def wait_until_idle(self) -> None:
         """Wait until the kernel has nothing to do."""
         self.page.wait_for_function(_READY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -76,7 +77,8 @@ def test_a_retry_shows_what_the_cell_puts_out_and_is_interrupted(open_notebook):
     assert "part 139" not in panel.inner_text()
     page.shot("retrying")
     page.interrupt()
-    expect(panel).to_contain_text("KeyboardInterrupt")
+    expect(panel).to_contain_text("Interrupted. Everything is as before the cell ran.")
+    expect(panel).not_to_contain_text("Traceback")
     expect(page.button(1, "Fix it")).to_be_enabled()
     page.wait_until_idle()
     page.shot("interrupted")
@@ -104,6 +106,112 @@ def test_the_keyboard_alone_retries(open_notebook):
     page.page.keyboard.press("Enter")
     page.expect_says(1, "scored 5")
     page.wait_until_idle()
+
+
+def test_a_press_is_answered_at_once_and_the_focus_goes_to_how_it_ended(open_notebook):
+    page: Page = open_notebook("pressed", SCORING, SLOW)
+    page.run_all()
+    expect(page.panel(1)).to_contain_text("Other fixes (", timeout=60_000)
+    page.wait_until_idle()
+    page.button(1, "Fix it").click()
+    status = page.panel(1).get_by_role("status")
+    expect(status).to_contain_text("The cell runs again with the best fix")
+    expect(page.button(1, "Fix it")).to_be_disabled()
+    page.shot("working")
+    expect(status).to_contain_text("Healed: In[2]", timeout=60_000)
+    expect(page.button(1, "Fix it")).to_be_hidden()
+    expect(page.button(1, "Undo")).to_be_enabled()
+    page.page.wait_for_function("() => document.activeElement.textContent.includes('Healed: In[2]')")
+    page.page.keyboard.press("Tab")
+    page.button(1, "Undo").click()
+    expect(status).to_contain_text("Undone")
+    expect(page.button(1, "Fix it")).to_be_enabled()
+
+
+@pytest.mark.parametrize("interface", ["lab", "notebook"])
+def test_a_button_whose_kernel_is_gone_is_not_there(open_notebook, interface):
+    page: Page = open_notebook(f"restarted-{interface}", SCORING, SCORE, interface=interface)
+    page.run_all()
+    expect(page.panel(1)).to_contain_text("Other fixes (", timeout=60_000)
+    page.wait_until_idle()
+    expect(page.output(1).get_by_text("%oomdoctor retry").first).to_be_hidden()
+    page.restart()
+    expect(page.button(1, "Fix it")).to_be_hidden()
+    expect(page.output(1).get_by_text("%oomdoctor retry").first).to_be_visible()
+    page.shot(f"restarted-{interface}")
+
+
+def test_a_healed_cell_has_its_outputs_once(open_notebook):
+    page: Page = open_notebook("once", SCORING, f"print('begun', 1 + 1)\n{SCORE}")
+    page.run_all()
+    expect(page.panel(1)).to_contain_text("Other fixes (", timeout=60_000)
+    page.wait_until_idle()
+    begun = page.output(1).get_by_text("begun 2").locator("visible=true")
+    expect(begun).to_have_count(1)
+    page.button(1, "Fix it").click()
+    page.expect_says(1, "scored 5")
+    expect(page.told(1).first).to_contain_text("Healed: In[2]")
+    expect(begun).to_have_count(1)
+    expect(page.output(1).get_by_text("Traceback (most recent call last)").first).to_be_hidden()
+    page.wait_until_idle()
+    page.shot("once", page.cell(1))
+    page.button(1, "Undo").click()
+    expect(page.told(1).first).to_contain_text("Out of memory")
+    expect(page.output(1).get_by_text("Traceback (most recent call last)").first).to_be_visible()
+
+
+def test_a_change_and_a_report_are_copied(open_notebook, browser):
+    page: Page = open_notebook("copied", SCORING, SCORE)
+    browser.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.run_all()
+    expect(page.panel(1)).to_contain_text("Other fixes (", timeout=60_000)
+    page.wait_until_idle()
+    clipboard = "() => navigator.clipboard.readText()"
+    page.button(1, "Show change").click()
+    page.panel(1).locator("pre", has_text="@@").first.click()
+    page.page.keyboard.press("Control+C")
+    diff = page.page.evaluate(clipboard)
+    assert diff.startswith("--- In[")
+    assert diff.count("\n") > 5, "all of it"
+    assert "A click" not in diff
+    page.panel(1).locator("textarea").first.focus()
+    page.page.keyboard.press("Control+A")
+    page.page.keyboard.press("Control+C")
+    cell = page.page.evaluate(clipboard)
+    assert "@@" not in cell
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert all(line in cell for line in added)
+    page.panel(1).get_by_role("button", name="Other fixes").click()
+    page.button(1, "Copy report").click()
+    page.panel(1).get_by_label("Report", exact=True).focus()
+    page.page.keyboard.press("Control+A")
+    page.page.keyboard.press("Control+C")
+    told = json.loads(page.page.evaluate(clipboard))
+    assert told["environment"]["torch"]
+    assert "model" not in json.dumps(told["case"]["incident"])
+
+
+@pytest.mark.parametrize("width", [600, 1400])
+def test_the_answer_to_a_long_output_is_not_in_a_box(open_notebook, width):
+    """Notebook 7 puts outputs above 1,820 pixels into a box of some 310: a deep traceback is one."""
+    calls = "\n".join(f"def call{at}():\n    # {at}\n    return call{at - 1}()" for at in range(1, 25))
+    setup = f"{SCORING}\ndef call0():\n    return [model(part) for part in parts]\n{calls}"
+    page: Page = open_notebook(f"long-{width}", setup, "scores = call24()", interface="notebook")
+    page.page.set_viewport_size({"width": width, "height": 900})
+    page.run_all()
+    expect(page.told(1).first).to_be_visible(timeout=60_000)
+    expect(page.panel(1)).to_contain_text(re.compile(r"Other fixes \(|Settings"), timeout=60_000)
+    page.wait_until_idle()
+    expect(page.cell(1)).to_have_class(re.compile("jp-mod-outputsScrolled"))  # it is long enough for a box
+    page.cell(1).evaluate("cell => cell.scrollIntoView({block: 'start'})")
+    for seen in (page.told(1).first, page.panel(1)):
+        box = seen.bounding_box()
+        assert 0 <= box["y"] < box["y"] + box["height"] <= 900
+    assert page.told(1).first.bounding_box()["y"] - page.output(1).bounding_box()["y"] < 30, "nothing stands above"
+    assert page.output(1).evaluate("area => getComputedStyle(area).maxHeight") == "none"
+    traceback = page.output(1).locator(".jp-OutputArea-child", has_text="OutOfMemoryError").last
+    assert traceback.bounding_box()["height"] < 500, "what is long scrolls by itself"
+    page.shot(f"long-{width}")
 
 
 def test_run_all_goes_on_past_a_cell_that_heals_by_itself(open_notebook):

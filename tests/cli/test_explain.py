@@ -54,6 +54,19 @@ def test_fixes_are_named_by_their_titles(tmp_path, capsys):
     assert "  Release the traceback of an earlier failure (`release_traceback`)\n" in out
 
 
+def test_the_next_steps_name_the_rules_and_what_finds_the_change_that_fits(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(OOM)
+    assert main(["explain", str(path)]) == 0
+    steps = " ".join(capsys.readouterr().out.partition("Next steps\n")[2].split())
+    assert "The pool is fragmented: `oomdoctor rules show fragmentation` (docs/rules.md#fragmentation)" in steps
+    assert "`oomdoctor run SCRIPT.py`" in steps
+    assert "`oomdoctor explain memory.pickle`" in steps
+    path.write_text("OSError: [Errno 28] No space left on device: '/data'")
+    assert main(["explain", str(path)]) == 1
+    assert "Next steps" not in capsys.readouterr().out
+
+
 def test_the_title_of_every_fix_is_read_from_its_module_as_it_is_there():
     assert {fix: fixes.title(fix) for fix in fixes.ids()} == {fix.id: fix.title for fix in fixes.catalogue().values()}
     assert fixes.title("no_such_fix") == "no_such_fix"

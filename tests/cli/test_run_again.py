@@ -64,7 +64,7 @@ def test_what_may_have_been_saved_is_told_with_the_diagnosis_and_a_way_on(tmp_pa
     assert saved == "0 "
     assert "What holds it" in done.stderr
     assert "Not retried: train.py was left as it failed" in done.stderr
-    assert "cannot be taken back" in done.stderr
+    assert "cannot be undone" in done.stderr
     assert "`oomdoctor run --anyway train.py`" in done.stderr
     (tmp_path / "saved").unlink()
     done, saved = run(tmp_path, "pass", "--anyway", before="save(at)")

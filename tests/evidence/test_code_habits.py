@@ -544,6 +544,7 @@ def test_the_array_of_the_failing_line() -> None:
     assert read(cell, line=1).numpy_call == "np.zeros(3)"
     assert read(cell, line=2).numpy_call == "numpy.stack(images).astype('float32')"
     assert read(cell, line=4).numpy_call is None
+    assert read("frame = pd.get_dummies(frame)", line=1).pandas_call == "pd.get_dummies(frame)"
     assert read(cell).numpy_call is None
 
 

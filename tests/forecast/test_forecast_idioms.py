@@ -364,6 +364,19 @@ def test_half_the_batch_in_twice_the_steps_takes_as_long():
     assert halved.slowdown == pytest.approx(1.15, abs=0.15)
 
 
+def test_parts_of_a_loop_are_not_compared_where_it_is_not_known_how_large_they_are():
+    ns = namespace(mlp)
+    ns["fine"] = torch.utils.data.DataLoader(ns["loader"].dataset, batch_size=16)
+    source = "for x, y in fine:\n    model(x)"
+    attempts = [
+        Attempt(source=source),
+        Attempt(source=f"with torch.no_grad():\n    {source.replace(chr(10), chr(10) + '    ')}"),
+    ]
+    as_it_is, without_graph = price(session(ns, ""), attempts, budget=None, prepare=nothing)
+    assert as_it_is.peak is not None
+    assert without_graph.slowdown is None
+
+
 def test_nothing_is_priced_for_nothing():
     assert price(session({}, ""), [], budget=None, prepare=nothing) == ()
     assert Bench(simulated=True).read().simulated

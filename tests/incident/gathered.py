@@ -5,6 +5,8 @@ refused; ``alt_families`` are other readings that the text allows; ``ambiguous``
 report and not from the text, and ``misses`` the fields that are not read yet. ``split`` tells what a record was
 for: ``seen`` while the table was written, ``held_back`` until it was, ``later`` gathered after that, and ``blind``
 labelled by hand before the table had read them, and mended by them since.
+
+``FRESH`` has two halves, split by a hash of the id: ``used`` to mend the table and the rules, and ``held`` back.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 from pathlib import Path
 
 FILE = Path(__file__).with_name("gathered.jsonl")
+FRESH = Path(__file__).with_name("gathered_2026b.jsonl")
 CORPUS = Path(__file__).parents[3] / "shared" / "corpus" / "oom_messages.jsonl"
 """A larger set outside of the project, read where it lies."""
 

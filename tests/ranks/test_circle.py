@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from oomdoctor.ranks import circle as circles
-from oomdoctor.ranks.circle import Circle, SilentRank, WordKind
+from oomdoctor.ranks import presence
+from oomdoctor.ranks.circle import Circle, WordKind
+from oomdoctor.ranks.presence import RankLeft, SilentRank
 
 WORLD = 3
 
@@ -104,8 +106,8 @@ def test_what_is_said_is_heard_in_the_order_of_the_ranks(ranks: list[Circle]) ->
 
 
 def test_a_rank_that_does_not_answer_is_told_as_silent(ranks: list[Circle], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circles, "SILENT_S", 0.3)
-    monkeypatch.setattr(circles, "_ASK_S", 0.1)
+    monkeypatch.setattr(presence, "SILENT_S", 0.3)
+    monkeypatch.setattr(circles, "ASK_S", 0.1)
     for one in ranks:
         one.begin()
     ranks[2].close()  # as one that was killed: its thread answers no more
@@ -119,6 +121,14 @@ def test_one_that_is_alive_and_has_nothing_to_say_is_waited_for_until_the_deadli
     ranks[0].begin()
     with pytest.raises(SilentRank, match="ranks 1, 2 had nothing to say within 1 s"):
         ranks[0].hear("vote", 0, [1, 2], 1)
+
+
+def test_one_that_goes_on_no_more_is_waited_for_no_longer(ranks: list[Circle]) -> None:
+    ranks[0].begin()
+    ranks[2].begin()
+    ranks[2].leave_talk("interrupted")
+    with pytest.raises(RankLeft, match="rank 2 goes on no more: interrupted"):
+        ranks[0].hear("vote", 7, [2], 20)
 
 
 def test_a_release_that_hangs_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

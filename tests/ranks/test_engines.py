@@ -84,7 +84,9 @@ def value(engines: Any, expression: str) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of ipyparallel itself, at its end
-def test_a_cell_is_healed_on_all_engines_and_one_that_fails_on_one_leaves_them_in_use(engines: Any) -> None:
+def test_a_cell_is_healed_on_all_engines_and_one_that_fails_on_one_leaves_them_in_use(
+    engines: Any, tmp_path: Path
+) -> None:
     for source in (BEGIN, 'dist.init_process_group("gloo")', MODEL):
         sent(engines, source)
     before = value(engines, "id(model)")
@@ -94,8 +96,8 @@ def test_a_cell_is_healed_on_all_engines_and_one_that_fails_on_one_leaves_them_i
     healed = value(engines, LEFT)
     assert value(engines, "id(model)") == before
 
-    sent(engines, "%memreport --ranks --json ranks-of-{rank}.json")
-    told = value(engines, "json.load(open(f'ranks-of-{rank}.json'))")
+    sent(engines, f"%memreport --ranks --json {tmp_path}/ranks-of-{{rank}}.json")
+    told = value(engines, f"json.load(open(f'{tmp_path}/ranks-of-{{rank}}.json'))")
     assert [[one["report"] is not None for one in each["ranks"]] for each in told] == [[True, True]] * 2
     assert told[0]["imbalance"] > 1
     assert sent(engines, "%oomdoctor ranks").stdout[1] == "rank 0: answers\nrank 1: this process\n"

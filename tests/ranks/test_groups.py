@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from oomdoctor.ranks.groups import Groups
+from oomdoctor.ranks.groups import Groups, Released
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -53,6 +53,14 @@ def test_a_connection_to_the_store_is_left_unless_a_meeting_waits_on_it() -> Non
     assert ours.recv(1) == b"x"
     for one in (ours, theirs, *other, of_store):
         one.close()
+
+
+def test_a_rank_that_was_released_makes_no_group_before_its_next_run(groups: Groups) -> None:
+    groups.watch()
+    groups.release()
+    with pytest.raises(Released, match="another rank has ended this run"):
+        dist.init_process_group("gloo", init_method="env://", rank=0, world_size=1)
+    assert not dist.is_initialized()
 
 
 def test_what_makes_groups_is_put_back() -> None:

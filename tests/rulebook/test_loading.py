@@ -8,6 +8,7 @@ import yaml
 
 from oomdoctor.errors import UsageError
 from oomdoctor.rulebook import load, locate
+from oomdoctor.rulebook.loading import files_in
 
 GOOD = """\
 id: too_big
@@ -200,7 +201,7 @@ def test_a_rule_is_got_by_its_id_or_not_at_all(tmp_path):
 
 
 def test_every_text_of_the_shipped_rules_is_one_line_of_plain_yaml():
-    for path in locate().rglob("*.yaml"):
+    for path in files_in([locate()], []):
         assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 

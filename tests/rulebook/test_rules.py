@@ -16,6 +16,7 @@ from oomdoctor.model.sizes import GIB, MIB, parse_size
 from oomdoctor.rulebook import load, locate
 from oomdoctor.rulebook.context import kind_of
 from oomdoctor.rulebook.facts import complete
+from oomdoctor.rulebook.loading import files_in
 
 BOOK = load([locate()], known_fixes=fixes.ids())
 
@@ -24,10 +25,10 @@ def test_no_shipped_rule_has_a_fault():
     assert BOOK.faults == ()
 
 
-@pytest.mark.parametrize("path", sorted(locate().rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(files_in([locate()], [])), ids=lambda path: path.stem)
 def test_the_examples_of_each_rule_hold(path):
     """Loading matches each example of the file against its rule and refuses the file where one does not hold."""
-    others = {one.stem for one in locate().rglob("*.yaml")} - {path.stem}
+    others = {one.stem for one in files_in([locate()], [])} - {path.stem}
     (rule,) = load([path], known_fixes=fixes.ids(), known_rules=others).rules
     assert rule.file.id == path.stem
 

@@ -69,8 +69,8 @@ def test_copies_for_a_retry_are_not_the_cells(ready: Kernel) -> None:
 def test_a_ring_of_plain_numbers() -> None:
     report = MemReport(SimpleNamespace(execution_count=1))
     for report.number in range(130):
-        report.note(report.reading(), 0)
-    report.note(None, 0)
+        report.note(report.reading(), 0, report.number)
+    report.note(None, 0, 1)
     assert [cell.number for cell, _ in report._cells] == list(range(30, 130))
     assert {type(size) for cell, _ in report._cells for size in cell.grown.values()} == {int}
 
@@ -81,7 +81,7 @@ from timeit import repeat
 from types import SimpleNamespace
 from oomdoctor.shell.memreport import MemReport
 report = MemReport(SimpleNamespace(execution_count=1))
-print(min(repeat(lambda: report.note(report.reading(), 0), number=100, repeat=20)) / 100)
+print(min(repeat(lambda: report.note(report.reading(), 0, 1), number=100, repeat=20)) / 100)
 assert "torch" not in sys.modules
 """
 
@@ -138,7 +138,7 @@ def test_the_output_is_refreshed_while_later_cells_run(page: Frontend) -> None:
 
 
 def test_it_ends_when_it_is_told_to_and_with_the_extension(page: Frontend, ready: Kernel) -> None:
-    names = "[one.name for one in __import__('threading').enumerate() if 'oomdoctor' in one.name]"
+    names = "[one.name for one in __import__('threading').enumerate() if 'oomdoctor-live' in one.name]"
     page.run("%memreport --live")
     page.run("%memreport --live 0.5")
     assert ready.value(names) == ["oomdoctor-live"], "a second one takes the place of the first"

@@ -42,6 +42,15 @@ def test_unloading_leaves_no_trace(kernel: Kernel) -> None:
     assert kernel.value(marks) == before
 
 
+def test_magics_of_the_users_own_come_back_where_ours_go(kernel: Kernel) -> None:
+    own = "from IPython.core.magic import register_line_magic\n@register_line_magic\n"
+    kernel.run(f"{own}def mempeak(line):\n    print('mine', line)", ok=True)
+    kernel.run("%load_ext oomdoctor", ok=True)
+    assert "mine" not in kernel.run("%mempeak 1 + 1").text
+    kernel.run("%unload_ext oomdoctor", ok=True)
+    assert kernel.run("%mempeak 1 + 1", ok=True).stdout == "mine 1 + 1\n"
+
+
 def test_a_failure_is_told_in_one_display_and_the_controls_in_a_second(ready: Kernel) -> None:
     reply = ready.run(TRAIN, ok=False)
     assert reply.kinds[:2] == ["error", "display_data"]

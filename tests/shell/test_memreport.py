@@ -170,7 +170,7 @@ BAD = {
     "%memreport --html . --json good.json": "--html: it needs a path, of a file in a folder that exists",
     "%memreport --html /proc/x.html": "/proc/x.html cannot be written: ",
     "%memreport --html good.html --device tpu": "no device 'tpu' is in use",
-    "%memreport --html good.html --snapshot good.pickle": "there is no snapshot: the virtual accelerator has no CUDA",
+    "%memreport --html good.html --snapshot good.pickle": "there is no snapshot: the simulated GPU has no CUDA",
     "%memreport --ranks": "%memreport: unrecognized arguments: --ranks",
 }
 

@@ -40,7 +40,7 @@ MISSING = {
     *("overcommit mode", "RSS", "USS", "PSS", "processes that this one started", "memory pressure", "memory cgroup"),
     *("address space", "memory mappings", "open files", "/dev/shm", "XPU", "MPS"),
 }
-LINES = re.compile(r"^(Not on this machine|Not known): (.+)\.$")
+LINES = re.compile(r"^(Not on this machine|Not available): (.+)\.$")
 THINGS = re.compile(r"([^();]+?) \((?:[^()]|\([^()]*\))+\)(?:; |$)")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from frontend import Frontend
@@ -175,10 +177,76 @@ def test_an_interrupt_ends_a_retry(page: Frontend, started: Kernel) -> None:
     sent = page.begin_click("Fix it")
     time.sleep(3)
     started.interrupt()
+    since = len(page.messages)
     page.end(sent)
-    assert "KeyboardInterrupt" in page.said()
+    assert "Interrupted. Everything is as before the cell ran." in page.said(since)
+    assert "Traceback" not in page.said(since)
+    assert "Interrupted. Everything is as before the cell ran." in page.texts, "beside the button"
     assert started.value(PARAMETERS) == before
     assert not page.state("Fix it")["disabled"]
+
+
+def _endless(started: Kernel) -> str:
+    """Return the first lines of a cell whose forecasts do not end."""
+    here = started.value("__import__('os').getpid()")
+    return f"import os\nif os.getpid() != {here}:\n    sum(range(10**10))\n"
+
+
+def test_an_interrupt_ends_the_forecasts_while_nothing_runs(page: Frontend, started: Kernel) -> None:
+    """What is known by then is the answer."""
+    page.run(f"{_endless(started)}{TRAIN}")
+    with suppress(AssertionError):
+        page.take_until(lambda: False, 1)
+    assert PENDING in shown(page)
+    assert page.state("Skip forecasts")
+    started.interrupt()
+    page.take_until(lambda: priced(page), 10)
+    assert "forecasts were interrupted" in " ".join(shown(page).split())
+    assert not page.state("Fix it")["disabled"]
+    assert page.run("1 + 1") == "ok"
+
+
+def test_an_interrupt_of_a_retry_that_waits_for_forecasts_runs_nothing(page: Frontend, started: Kernel) -> None:
+    page.run(f"{_endless(started)}{TRAIN}")
+    since = len(page.messages)
+    sent = page.send("%oomdoctor retry")
+    time.sleep(1)
+    started.interrupt()
+    assert page.wait(sent)["status"] == "ok"
+    assert "Interrupted. The forecasts were stopped. Nothing was run." in page.said(since)
+    assert "Traceback" not in page.said(since)
+    assert started.value(LAST)["outcome"]["kind"] == "offered"
+
+
+def test_a_cell_that_heals_by_itself_has_the_outputs_of_the_healed_run_alone(page: Frontend, started: Kernel) -> None:
+    started.run("%oomdoctor auto exact")
+    since = len(page.messages)
+    assert page.run(f"print('begun')\n{TRAIN}\nprint('ended')") == "ok"
+    kinds = [message["header"]["msg_type"] for message in page.messages[since:]]
+    cleared = len(kinds) - kinds[::-1].index("clear_output")
+    assert page.said(since + cleared).count("begun") == 1
+    assert "ended" in page.said(since + cleared)
+    assert "Healed" in page.said(since + cleared)
+
+
+def test_where_displays_are_not_updated_the_answer_stands_below_the_traceback(page: Frontend) -> None:
+    """As in ``jupyter console --existing``, which shows text and no updates."""
+    page.run(TRAIN)
+    sent = [one for one in page.messages if one["header"]["msg_type"] in ("display_data", "error")]
+    after = sent[next(at for at, one in enumerate(sent) if one["header"]["msg_type"] == "error") :]
+    texts = [one["content"]["data"]["text/plain"] for one in after[1:]]
+    assert texts[0].startswith("Out of memory at `")
+    assert "%oomdoctor retry" in texts[0]
+    assert len(texts[0].splitlines()) <= 12
+    assert "▲" in after[1]["content"]["data"]["text/html"]
+
+
+def test_what_a_retry_leaves_is_credited_to_the_cell_that_it_ran_again(page: Frontend, started: Kernel) -> None:
+    failed = page.wait(page.send(TRAIN))["execution_count"]
+    retried = page.wait(page.send("%oomdoctor retry"))["execution_count"]
+    numbers = [one["number"] for one in json.loads(_said_by(page, "%memreport --cells --json"))["cells"]]
+    assert numbers.count(failed) == 2
+    assert retried not in numbers
 
 
 def test_buttons_of_an_earlier_failure_say_so(page: Frontend, started: Kernel) -> None:

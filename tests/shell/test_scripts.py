@@ -647,7 +647,7 @@ def test_an_attempt_that_has_started_a_process_is_the_last(load: Any, capsys: py
     with mock.patch.object(builtins, "begun", begun, create=True), pytest.raises(out_of_memory()):
         load(f"{SETUP}import builtins\n{part}")
     process.kill()
-    assert "started the process `sleeper`, which goes on and cannot be taken back" in capsys.readouterr().err
+    assert "started the process `sleeper`, which goes on and cannot be undone" in capsys.readouterr().err
 
 
 # Beside the others ----------------------------------------------------------------------------------------------------

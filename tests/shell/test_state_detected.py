@@ -1,4 +1,4 @@
-"""What a cell does that cannot be taken back: each kind is told, and a retry by itself refused."""
+"""What a cell does that cannot be undone: each kind is told, and a retry by itself refused."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -276,7 +277,7 @@ def test_undo_of_a_cell_that_was_healed_anyway_names_what_did_not_go_back(
     assert known().outcome.kind is OutcomeKind.HEALED
     told = said(shell, "%oomdoctor undo")
     assert "Everything is as before the cell ran, except: `raw` was written in place" in told
-    assert "`open('out', 'w')` cannot be taken back" in told
+    assert "`open('out', 'w')` cannot be undone" in told
     assert known().outcome.state is State.UNVERIFIED
     assert shell.user_ns["progress"].steps == 0
 
@@ -478,3 +479,25 @@ def test_a_cell_is_planned_again_for_less_memory_than_there_is(dosing: Kernel) -
     dosing.run("%oomdoctor retry", ok=True)
     assert dosing.value(ENDED)[:2] == ["healed", [f"micro_batch({dose})"]]
     assert dosing.value(f"{CASE}.outcome.peak") <= 9 << 20
+
+
+def test_a_report_for_an_issue_has_nothing_of_the_program_unless_it_is_asked_for(shell: InteractiveShell) -> None:
+    failed(shell)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["secret"])
+        told = json.loads(said(shell, "%oomdoctor report"))
+    assert told["environment"]["torch"]
+    assert told["case"]["findings"][0]["rule"]
+    assert {one["fix"] for one in told["case"]["fixes"]} == {"micro_batch", "chunked_forward"}
+    text = said(shell, "%oomdoctor report")
+    for word in ("model", "loss", "optimizer.step", "In["):
+        assert word not in json.dumps(told["case"]["incident"])
+        assert f'"{word}"' not in text
+    assert "backward" in said(shell, "%oomdoctor report --code")
+
+
+def test_a_rule_is_explained_by_its_id(shell: InteractiveShell) -> None:
+    told = said(shell, "%oomdoctor rules activations_dominate")
+    assert told.startswith("Activations fill the memory")
+    assert "What helps: " in told
+    assert "unknown rule" in said(shell, "%oomdoctor rules no_such_rule")

@@ -266,7 +266,7 @@ def refused() -> Case:
     outcome = Outcome(
         kind=OutcomeKind.REFUSED,
         state=State.UNVERIFIED,
-        why="line 3 writes to the file log.csv, which cannot be taken back",
+        why="line 3 writes to the file log.csv, which cannot be undone",
         anyway=True,
     )
     return offered(outcome=outcome)

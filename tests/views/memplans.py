@@ -47,7 +47,7 @@ COURSE = Course(
     flops=3.25e13,
     moved=float(420 * GIB),
 )
-HERE = Place(name="cuda:0 (simulated)", total=8 * GIB, budget=8 * GIB, source="capacity of the virtual accelerator")
+HERE = Place(name="cuda:0 (simulated)", total=8 * GIB, budget=8 * GIB, source="capacity of the simulated GPU")
 
 
 def forecast(

@@ -21,7 +21,9 @@ from jsonschema import Draft202012Validator
 import oomdoctor
 from oomdoctor.model import jsonable
 from oomdoctor.model.memory import CellGrowth
+from oomdoctor.model.peak import Allocations, Caller, Moment, Peak
 from oomdoctor.model.sizes import MIB
+from oomdoctor.views import peak
 from oomdoctor.views.displayed import Report
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +144,13 @@ def test_what_cells_have_left_has_the_shape(tool: ModuleType) -> None:
     cell = CellGrowth(number=7, grown={"cuda:0": MIB, "host": -MIB})
     assert faults(tool, "Cells", {"schema": 1, "cells": [jsonable.plain(cell)]}) == []
     assert faults(tool, "Cells", {"schema": 1, "cells": [{"number": 7, "grown": {"host": None}}]})
+
+
+def test_what_a_snapshot_held_has_the_shape(tool: ModuleType) -> None:
+    caller = Caller(path="train.py", line=3, function="step")
+    held = Allocations(size=MIB, count=1, caller=caller, innermost=caller)
+    found = Peak(device="cuda:0", moment=Moment.PEAK, allocated=MIB, reserved=2 * MIB, holders=(held,))
+    assert faults(tool, "Snapshot", peak.to_dict([found])) == []
 
 
 @pytest.mark.thorough

@@ -34,12 +34,15 @@ class Recorder:
         self.box: Any = None
         self.error = error
         self.auto = "off"
-        self.gone = ""
+        self.gone = self.ended = ""
 
     is_skipped = False
 
     def skip(self) -> None:
         self.is_skipped = True
+
+    def report(self, *, with_code: bool) -> str:
+        return f"with code: {with_code}"
 
     def keep(self, outputs: Any) -> None:
         self.kept = outputs
@@ -47,6 +50,7 @@ class Recorder:
     def press(self, verb: str, what: int | None = None) -> None:
         self.calls.append((verb, what))
         self.enabled_during.append([button.description for button in _running(self.box) if not button.disabled])
+        self.said_during = _text(self.box)
         if self.error:
             raise self.error
         self.in_place = () if verb == "undo" or self.heals is None else (self.heals,)
@@ -103,7 +107,7 @@ def test_there_are_controls_for_what_can_be_done_and_no_others() -> None:
     box = _built(Recorder())
     assert list(_buttons(box)) == [
         *("Fix it", "Show change", "Other fixes (2)", "Undo"),
-        *("Retry with 2", "Retry with 3", "Show change 3"),
+        *("Retry with 2", "Retry with 3", "Show change 3", "Copy report"),
     ]
 
 
@@ -124,6 +128,8 @@ def test_a_size_that_is_typed_is_what_the_cell_is_planned_for() -> None:
     field.value = "3 GiB"
     assert doctor.calls == [("fit", "3GiB")]
     assert doctor.enabled_during == [[]]
+    assert "Forecasts are running" in doctor.said_during
+    assert "Forecasts are running" not in _text(box)
 
 
 def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
@@ -132,6 +138,8 @@ def test_buttons_are_off_while_one_runs_and_on_again_after() -> None:
     _buttons(box)["Fix it"].click()
     assert doctor.enabled_during == [[]]
     assert _off(box) == ["Undo"]
+    assert 'aria-live="polite">⏳ The cell runs again with the best fix.' in doctor.said_during
+    assert "runs again" not in _text(box)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
@@ -159,13 +167,18 @@ def test_the_diff_is_shown_and_hidden_without_a_run() -> None:
     doctor = Recorder()
     box = _built(doctor)
     button = _buttons(box)["Show change"]
-    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 3)
+    part = next(one for one in _of(box, ipywidgets.VBox) if "<pre" in _text(one) and len(_all(one)) == 4)
     assert part.layout.display == "none"
     button.click()
     assert button.description == "Hide change"
     assert "+    for micro in batch.split(16):" in _text(box)
     assert "%oomdoctor fix 1 --insert" in _text(box)
     assert part.layout.display == ""
+    assert "user-select:all" in _text(part), "a click selects the whole diff"
+    (cell,) = _of(part, ipywidgets.Textarea)
+    assert "for micro in batch.split(16):" in cell.value
+    cell.value = "typed into it"
+    assert "for micro in batch.split(16):" in cell.value, "what is copied is the change"
     button.click()
     assert (part.layout.display, button.description) == ("none", "Show change")
     assert doctor.calls == []
@@ -207,7 +220,7 @@ def test_there_is_nothing_to_undo_before_a_cell_was_healed(typed: bool) -> None:
     doctor = Recorder()
     undo = _buttons(_built(doctor, typed=typed))["Undo"]
     undo.click()
-    assert (undo.disabled, undo.tooltip, doctor.calls) == (True, "There is nothing that can be taken back", [])
+    assert (undo.disabled, undo.tooltip, doctor.calls) == (True, "There is nothing to undo", [])
 
 
 def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
@@ -216,6 +229,7 @@ def test_after_a_cell_was_healed_its_change_and_the_way_back_matter() -> None:
     buttons = _buttons(box)
     buttons["Fix it"].click()
     assert _off(box) == ["Fix it", "Retry with 2", "Retry with 3"]
+    assert buttons["Fix it"].layout.display == "none", "what cannot be pressed any more is not there"
     assert [name for name, one in buttons.items() if one.button_style == "primary"] == ["Show change"]
     assert "✓ in place: " in _text(box.children[0])
     assert "in place" not in _row(box, 3)
@@ -272,8 +286,9 @@ def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
     box = _built(Recorder(), cases.nothing_fits())
     buttons = _buttons(box)
     assert buttons["Fix it"].disabled
-    assert buttons["Fix it"].tooltip == "No fix that keeps the results is forecast to fit"
+    assert buttons["Fix it"].tooltip == "No fix that keeps the results is forecast to fit."
     assert buttons["Fix it"].tooltip in _text(box.children[0])
+    assert _primary(box) == []
     assert not buttons["Retry with 1"].disabled
 
 
@@ -290,7 +305,8 @@ def test_forecasts_that_come_later_fill_in() -> None:
     made = panel.build(cases.pending(), doctor)
     assert made is not None
     doctor.box = made.box
-    assert list(_buttons(made.box)) == ["Fix it", "Skip forecasts", "Settings", "Undo"], "numbers may still change"
+    shown = ["Fix it", "Skip forecasts", "Settings", "Undo", "Copy report"]
+    assert list(_buttons(made.box)) == shown, "numbers may still change"
     assert not _buttons(made.box)["Fix it"].disabled
     assert "Forecasts are running" in _text(made.box)
     made.show_progress(cases.offered().plan, 2.4)
@@ -306,10 +322,35 @@ def test_forecasts_that_come_later_fill_in() -> None:
 
 def test_a_cell_that_awaits_is_retried_by_typing() -> None:
     box = _built(Recorder(), typed=True)
-    assert list(_buttons(box)) == ["Show change", "Other fixes (2)", "Undo", "Show change 3"]
+    assert list(_buttons(box)) == ["Show change", "Other fixes (2)", "Undo", "Show change 3", "Copy report"]
     assert "%oomdoctor retry" in _text(box)
     for number in (2, 3):
         assert f">%oomdoctor fix {number}<" in _text(box)
+
+
+def test_the_focus_goes_to_how_it_ended_or_back_to_the_button(monkeypatch: pytest.MonkeyPatch) -> None:
+    focused: list[Any] = []
+    monkeypatch.setattr(ipywidgets.DOMWidget, "focus", lambda one: focused.append(one), raising=False)
+    doctor = Recorder(heals=cases.MICRO_BATCH)
+    box = _built(doctor)
+    doctor.ended = "Healed: In[5] ran to its end."
+    _buttons(box)["Fix it"].click()
+    assert "Healed: In[5]" in focused[-1].value
+    doctor.ended = ""
+    _buttons(box)["Undo"].click()
+    assert "Undone: the cell can be run again." in focused[-1].value
+    doctor.heals = None
+    _buttons(box)["Retry with 2"].click()
+    assert focused[-1].description == "Retry with 2"
+
+
+def test_a_report_is_made_when_it_is_asked_for_and_again_with_code() -> None:
+    box = _built(Recorder())
+    assert "with code" not in [field.value for field in _of(box, ipywidgets.Textarea)]
+    _buttons(box)["Copy report"].click()
+    assert _of(box, ipywidgets.Textarea)[-1].value == "with code: False"
+    _of(box, ipywidgets.Checkbox)[0].value = True
+    assert _of(box, ipywidgets.Textarea)[-1].value == "with code: True"
 
 
 def test_every_control_has_a_name_of_its_own_and_every_button_a_tooltip() -> None:

@@ -251,3 +251,26 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("role", Role)
 def test_white_names_can_be_read_on_every_role(role: Role) -> None:
     assert 1.05 / (_luminance(KINDS[role.value].colour) + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize(
+    ("name", "room", "told"),
+    [
+        ("model.layers[12]", 16, "model.layers[12]"),
+        ("model.transformer.blocks[12]", 12, "model.t…[12]"),
+        ("model.encoder.weight", 12, "mode….weight"),
+        ("model.blocks[12]", 5, "…[12]"),
+        ("model.blocks[12]", 4, ""),
+        ("averylongname", 6, ""),
+    ],
+)
+def test_a_long_name_keeps_its_number_or_is_left_out(name: str, room: int, told: str) -> None:
+    assert treemap.shortened(name, room) == told
+
+
+def test_the_peak_of_a_timeline_is_that_of_the_forecast() -> None:
+    course = Course(points=((GIB, 1), (3 * GIB, 2), (2 * GIB, 3)))
+    shown = Timeline.of(course, 4 * GIB, forecast_bytes=3 * GIB + GIB // 10)
+    assert shown is not None
+    assert "to the peak of 3.10 GiB at line 2" in shown.sentence
+    assert max(shown.points) == (3 * GIB + GIB // 10, 2)

@@ -16,14 +16,14 @@ from oomdoctor.model.sizes import GIB
 from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
-from oomdoctor.views.diagnosis import Retry, headline, missing, next_steps, tell
-from oomdoctor.views.document import Bar, Line, Table, Timeline
+from oomdoctor.views.diagnosis import Retry, answer, headline, missing, next_steps, tell, why_nothing
+from oomdoctor.views.document import Bar, Causes, Line, Table, Timeline
 from oomdoctor.views.holder_groups import within
 from oomdoctor.views.holders import holders
 from oomdoctor.views.host_card import host_bar
 from oomdoctor.views.labels import clean
 from oomdoctor.views.memory_report import cards
-from oomdoctor.views.prices import aftermath, fix_row, fix_rows, prices
+from oomdoctor.views.prices import aftermath, fix_row, fix_rows, offered, pace, prices
 
 
 def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() -> None:
@@ -38,11 +38,11 @@ def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() ->
     [
         ({"requested": None}, "ran out of the 8.00 GiB of cuda:0."),
         ({"requested": None, "total": None}, "ran out of memory on cuda:0."),
-        ({"total": None}, "asked for 2.41 GiB of cuda:0, which could not be had."),
-        ({"free": None}, "asked for 2.41 GiB of the 8.00 GiB of cuda:0, which could not be had."),
+        ({"total": None}, "asked for 2.41 GiB of cuda:0 and was refused."),
+        ({"free": None}, "asked for 2.41 GiB of the 8.00 GiB of cuda:0 and was refused."),
         (
             {"free": 3 * GIB},
-            "asked for 2.41 GiB, which could not be had although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
+            "asked for 2.41 GiB and was refused although 3.00 GiB of the 8.00 GiB of cuda:0 was free.",
         ),
         ({"family": Family.SHM}, "ran out of shared memory (/dev/shm)."),
         ({"family": Family.WORKER_KILLED, "format": "dl_killed"}, "lost a DataLoader worker, which was killed."),
@@ -50,8 +50,8 @@ def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() ->
         ({"family": Family.WORKER_KILLED, "format": "pool_killed"}, "lost a worker process, which was killed."),
         ({"family": Family.RANK_KILLED, "format": "torchrun_killed"}, "lost a rank, which was killed."),
         ({"family": Family.RANK_KILLED, "format": "slurm"}, "failed when a process was killed."),
-        ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory, which could not be had."),
-        ({"device": None, "total": None}, "asked for 2.41 GiB of the device, which could not be had."),
+        ({"device": "cpu", "total": None}, "asked for 2.41 GiB of host memory and was refused."),
+        ({"device": None, "total": None}, "asked for 2.41 GiB of the device and was refused."),
         ({"is_oom": False, "exc_type": "ValueError"}, "failed with ValueError, not for lack of memory."),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_free_of_host_memory_is_told_as_of_after_the_call() -> None:
     host = replace(found.host, kept_back=GIB)
     asked = cases.incident(device="cpu", free=4 * GIB)
     assert headline(asked, replace(found, host=host, devices=(replace(found.device, name="cpu"),))).startswith(
-        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB, which could not be had; 3.00 GiB of the 8.00 GiB of "
+        "`loss.backward()` (In[5], line 7) asked for 2.41 GiB and was refused; 3.00 GiB of the 8.00 GiB of "
         "host memory was free after the call had ended"
     )
 
@@ -162,15 +162,16 @@ def test_each_unavailable_value_is_named_once_with_its_reason() -> None:
 
 def test_estimates_are_marked_and_their_basis_is_named() -> None:
     micro_batch, checkpoint, autocast, shard = fix_rows(cases.PLAN)
-    assert (micro_batch.peak, micro_batch.basis) == ("≈ 9.60 GiB → ≈ 5.90 GiB", "dry run, ± 3 %")
-    assert (micro_batch.slowdown, micro_batch.verdict_text) == ("≈ ×1.07", "✓ fits")  # noqa: RUF001
-    assert (checkpoint.verdict, checkpoint.quantity) == (Verdict.BORDERLINE, "reserved")
-    assert (autocast.verdict, autocast.quantity) == (Verdict.TOO_LARGE, "reserved, ≈ 7.20 GiB in tensors")
+    assert (micro_batch.peak, micro_batch.basis) == ("≈ 5.90 GiB of 8.00 GiB", "dry run, ± 3 %")
+    assert (micro_batch.slowdown, micro_batch.verdict_text) == ("about 7 % slower", "✓ fits")
+    assert (checkpoint.verdict, checkpoint.basis) == (Verdict.BORDERLINE, "dry run, ± 3 %")
+    assert autocast.verdict is Verdict.TOO_LARGE
+    assert autocast.basis == "analytic estimate, ± 20 %; ≈ 7.20 GiB in tensors"
     assert (shard.peak, shard.basis, shard.verdict) == ("no forecast", "", Verdict.UNKNOWN)
 
 
 def test_what_a_trial_has_not_shown_yet_is_to_be_checked() -> None:
-    unchanged = cases.forecast(1 << 30)
+    unchanged = Plan(unchanged=cases.forecast(1 << 30))
     promised = fix_row(1, replace(cases.MICRO_BATCH, is_tried=True), unchanged).promise
     assert promised == "same results up to rounding, to be checked"
     told = replace(cases.MICRO_BATCH, is_tried=True, refuted="`model` differs")
@@ -181,18 +182,22 @@ def test_what_a_trial_has_not_shown_yet_is_to_be_checked() -> None:
 @pytest.mark.parametrize(
     ("unchanged", "forecast", "told", "counted"),
     [
-        ((9.4, 9.6), (7.8, 8.1), "≈ 9.60 GiB → ≈ 8.10 GiB reserved", 8.1),
-        ((9.4, 9.6), (6.0, None), "≈ 9.40 GiB → ≈ 6.00 GiB allocated", 6.0),
-        ((9.4, None), (7.8, 8.1), "≈ 9.40 GiB allocated → ≈ 8.10 GiB reserved", 8.1),
-        ((None, None), (7.8, 8.1), "≈ 8.10 GiB reserved", 8.1),
+        ((9.4, 9.6), (7.6, 8.1), "≈ 8.10 GiB of 8.00 GiB (dry run, ± 3 %; ≈ 7.60 GiB in tensors)", 8.1),
+        (
+            *((9.4, 9.6), (6.0, None)),
+            *("≈ 6.00 GiB of 8.00 GiB (dry run, ± 3 %; tensors alone, the allocator may hold more)", 6.0),
+        ),
+        ((9.4, None), (7.8, 8.1), "≈ 8.10 GiB of 8.00 GiB (dry run, ± 3 %)", 8.1),
+        ((None, None), (7.8, 8.1), "≈ 8.10 GiB of 8.00 GiB (dry run, ± 3 %)", 8.1),
     ],
 )
 def test_the_number_the_bar_and_the_verdict_are_of_one_quantity(
     unchanged: tuple[float | None, float | None], forecast: tuple[float, float | None], told: str, counted: float
 ) -> None:
     priced = cases.forecast(forecast[0], reserved=forecast[1])
-    row = fix_row(1, replace(cases.MICRO_BATCH, forecast=priced), cases.forecast(unchanged[0], reserved=unchanged[1]))
-    assert f"{row.peak} {row.quantity}" == told
+    plan = Plan(unchanged=cases.forecast(unchanged[0], reserved=unchanged[1]))
+    row = fix_row(1, replace(cases.MICRO_BATCH, forecast=priced), plan)
+    assert f"{row.peak} ({row.basis})" == told
     assert row.gauge is not None
     assert row.gauge.peak_ratio / row.gauge.budget_ratio == pytest.approx(counted / 8)
     assert (row.verdict is Verdict.TOO_LARGE) == (counted > 8), "a number below the budget is not called too large"
@@ -201,8 +206,7 @@ def test_the_number_the_bar_and_the_verdict_are_of_one_quantity(
 def test_what_the_unchanged_cell_needs_is_what_its_verdict_goes_by() -> None:
     priced = prices(Plan(unchanged=cases.forecast(7.0, reserved=8.2)))
     assert priced.unchanged == (
-        "As written, this cell needs ≈ 8.20 GiB (reserved) of 8.00 GiB: ✗ too large, ≈ 7.00 GiB in tensors "
-        "(dry run, ± 3 %)."
+        "As written, this cell needs ≈ 8.20 GiB of 8.00 GiB: ✗ too large (dry run, ± 3 %; ≈ 7.00 GiB in tensors)."
     )
 
 
@@ -294,14 +298,14 @@ def test_the_basis_of_a_forecast_is_told_to_its_end() -> None:
     row = fix_row(
         1,
         replace(cases.MICRO_BATCH, forecast=cases.forecast(5.0, basis=f"{of_each}; {of_each}")),
-        cases.forecast(9.0),
+        Plan(unchanged=cases.forecast(9.0)),
     )
     assert row.basis == f"{of_each}; {of_each}, ± 3 %"
 
 
 def test_a_cell_that_fits_needs_no_change() -> None:
     priced = prices(Plan(unchanged=cases.forecast(5.0, reserved=5.1)))
-    assert priced.unchanged == "As written, this cell needs ≈ 5.10 GiB (reserved) of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
+    assert priced.unchanged == "As written, this cell needs ≈ 5.10 GiB of 8.00 GiB: ✓ fits (dry run, ± 3 %)."
     assert priced.unfixed == "No change is needed."
     assert prices(Plan(unchanged=cases.forecast(9.0))).unfixed == "No fix applies here."
 
@@ -344,8 +348,9 @@ def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
     facts = dict(aftermath(cases.healed()).facts)
     assert facts["Peak"] == (
         "forecast ≈ 5.62 GiB in tensors (dry run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
-        "forecast 1.3 % too high; budget 8.00 GiB"
+        "forecast 1.3 % too high; limit 8.00 GiB"
     )
+    assert facts["Time"].endswith("s; forecast: about 7 % slower")
     assert facts["Keep it"].startswith("`%oomdoctor diff 1`")
     assert facts["State"].startswith("clean")
 
@@ -365,7 +370,7 @@ def test_a_fix_that_is_not_in_the_plan_is_named_all_the_same() -> None:
 def test_an_estimate_in_place_of_a_refused_forecast_says_both() -> None:
     least = cases.forecast(9.5, basis="held and asked for", error_ratio=0.3, refused="the cell opens a file.")
     assert prices(Plan(unchanged=least)).unchanged == (
-        "As written, this cell needs ≈ 9.50 GiB (allocated) of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
+        "As written, this cell needs ≈ 9.50 GiB of 8.00 GiB: ✗ too large (held and asked for, ± 30 %). "
         "Rough estimate: the cell opens a file."
     )
     own = replace(least, refused="the changed cell opens two files.")
@@ -414,9 +419,9 @@ def test_a_fix_that_has_no_diff_says_so_where_it_healed() -> None:
 
 def test_a_reason_that_is_said_of_the_cell_is_not_said_of_each_fix() -> None:
     why = "the cell would write to log.txt"
-    unchanged = cases.forecast(None, refused=why)
+    plan = Plan(unchanged=cases.forecast(None, refused=why))
     same, other = (
-        fix_row(1, replace(cases.MICRO_BATCH, forecast=cases.forecast(None, refused=reason)), unchanged).notes
+        fix_row(1, replace(cases.MICRO_BATCH, forecast=cases.forecast(None, refused=reason)), plan).notes
         for reason in (why, "the exact forecast timed out after 10 s")
     )
     assert not any(why in note for note in same)
@@ -484,7 +489,7 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(replace(cases.AUTOCAST, forecast=cases.forecast(5))),
             None,
             (
-                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "`%oomdoctor retry` runs nothing unasked: `%oomdoctor fix 1` applies the fix that fits; "
                 "state is restored first."
             ),
         ),
@@ -492,8 +497,8 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(replace(cases.MICRO_BATCH, forecast=LARGE)),
             None,
             (
-                "`%oomdoctor retry` runs nothing: no change was forecast to fit. `%oomdoctor fix 1` tries one all the "
-                "same; state is restored first."
+                "`%oomdoctor retry` runs nothing. No fix that keeps the results is forecast to fit. "
+                "`%oomdoctor fix 1` tries one all the same; state is restored first."
             ),
         ),
         (
@@ -505,7 +510,7 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(cases.MICRO_BATCH),
             Retry(),
             (
-                "`%oomdoctor retry` runs nothing: what fits is done only if you ask for it, by `%oomdoctor fix 1`; "
+                "`%oomdoctor retry` runs nothing unasked: `%oomdoctor fix 1` applies the fix that fits; "
                 "state is restored first."
             ),
         ),
@@ -520,13 +525,115 @@ def test_what_to_type_next_is_what_would_be_done(case: Case, retry: Retry | None
     assert next_steps(case, retry or Retry.of(case.plan)) == (sentence,)
 
 
+TOO_LARGE = replace(cases.MICRO_BATCH, forecast=LARGE)
+CHANGING = replace(cases.MICRO_BATCH, effect=Effect.CHANGES_RESULT)
+REFUTED = replace(cases.MICRO_BATCH, refuted="`model` differs")
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (Plan(unchanged=Forecast(basis="nothing was priced")), "No fix was looked for: nothing was priced."),
+        (
+            Plan(unchanged=cases.forecast(9), refusals=(("a", "no loop"), ("b", "no model"))),
+            "No fix applies to this cell: 2 fixes were refused.",
+        ),
+        (Plan(unchanged=cases.forecast(9), candidates=(REFUTED,)), "No fix applies to this cell."),
+        (
+            Plan(unchanged=cases.forecast(9), candidates=(CHANGING,)),
+            "The fixes that apply change results, so none runs unasked.",
+        ),
+        (
+            Plan(unchanged=cases.forecast(9), candidates=(TOO_LARGE, CHANGING)),
+            "No fix that keeps the results is forecast to fit.",
+        ),
+        (
+            Plan(unchanged=cases.forecast(9), candidates=(TOO_LARGE, replace(NOT_SURE, breaks=True))),
+            "The fixes that keep the results failed in their dry run.",
+        ),
+        (
+            Plan(unchanged=cases.forecast(9), candidates=(NOT_SURE,)),
+            "No fix that keeps the results is certain enough to run unasked.",
+        ),
+    ],
+)
+def test_why_nothing_would_be_tried_is_the_true_reason(plan: Plan, told: str) -> None:
+    assert why_nothing(plan) == told
+
+
+def test_the_headline_tells_the_cause_that_comes_first_and_no_other() -> None:
+    case = cases.offered()
+    other = replace(case.findings[0], title="Optimizer state fills the memory")
+    for findings in (case.findings, (other, *case.findings)):
+        told = replace(case, findings=findings)
+        for document in (answer(told), tell(told)):
+            lead = next(str(line.text) for line in blocks(document, Line) if line.look == "lead")
+            assert lead.endswith(f" Likely cause: {findings[0].title}.")
+            assert "activations" not in lead.removesuffix(f"{findings[0].title}.")
+    assert "Largest part: activations (71 %)" in str(blocks(answer(replace(case, findings=())), Line)[0].text)
+
+
+def test_a_healed_cell_that_passed_its_limit_says_so() -> None:
+    case = cases.healed()
+    assert aftermath(case).title.startswith("Healed: ")
+    tight = replace(case.plan, unchanged=replace(case.plan.unchanged, budget=4 * GIB))
+    end = aftermath(replace(case, plan=tight))
+    assert end.mark == "!"
+    assert end.title.startswith("Healed, but over the limit (5.55 GiB of 4.00 GiB): In[5]")
+
+
+@pytest.mark.parametrize(
+    ("effect", "ratio", "told"),
+    [
+        (Effect.EQUIVALENT, 1.31, "about 31 % slower"),
+        (Effect.EQUIVALENT, 2.5, "about 2.5 times as long"),
+        (Effect.EXACT, 1.04, "about as fast"),
+        (Effect.EXACT, 0.19, "about as fast"),
+        (Effect.CHANGES_RESULT, 0.19, ""),
+        (Effect.EXACT, None, ""),
+    ],
+)
+def test_operations_that_were_counted_make_nothing_faster(effect: Effect, ratio: float | None, told: str) -> None:
+    """A change that does less work than was asked for is no faster, and a counted saving is no measured one."""
+    one = replace(cases.MICRO_BATCH, effect=effect, forecast=cases.forecast(5, slowdown=ratio))
+    assert pace(one) == told
+    assert "faster" not in offered(one)
+
+
+def test_a_change_that_lowers_nothing_is_not_offered() -> None:
+    worse = replace(cases.CHECKPOINT, forecast=cases.forecast(9.5, reserved=9.7))
+    better = replace(cases.CHECKPOINT, forecast=cases.forecast(8.9, reserved=9.1))
+    plan = Plan(unchanged=cases.forecast(9.41, reserved=9.6), candidates=(worse, better))
+    first, second = fix_rows(plan)
+    assert (first.apply, second.apply) == (None, "%oomdoctor fix 2")
+    assert any("does not lower the peak" in note for note in first.notes)
+    assert not any("does not lower the peak" in note for note in second.notes)
+
+
+def test_all_rows_have_one_scale() -> None:
+    limits = {row.gauge.budget_ratio for row in fix_rows(cases.PLAN) if row.gauge is not None}
+    assert len(limits) == 1
+
+
+def test_each_cause_names_its_rule_and_links_to_its_page() -> None:
+    case = cases.offered()
+    (shown,) = blocks(tell(case), Causes)
+    assert [(one.rule, one.page) for one in shown.rows] == [(one.rule, "") for one in case.findings]
+    linked = tuple(replace(one, page=f"https://example.org/rules/{one.rule}/") for one in case.findings)
+    (shown,) = blocks(tell(replace(case, findings=linked)), Causes)
+    assert shown.rows[0].page == linked[0].page
+    unsafe = tuple(replace(one, page="javascript:alert(1)") for one in case.findings)
+    (shown,) = blocks(tell(replace(case, findings=unsafe)), Causes)
+    assert shown.rows[0].page == ""
+
+
 def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
     assert next_steps(_priced(cases.SMALLER_MODEL), Retry()) == ()
 
 
 def test_the_timeline_is_held_against_the_budget() -> None:
     (timeline,) = blocks(tell(cases.nothing_fits()), Timeline)
-    assert timeline.sentence.endswith("It first passes the budget of 8.00 GiB at line 7.")
+    assert timeline.sentence.endswith("It first passes the limit of 8.00 GiB at line 7.")
     columns = timeline.columns(20)
     over = [column for column in columns if column.kind == "over"]
     assert 0 < len(over) < len(columns)

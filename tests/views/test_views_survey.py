@@ -404,7 +404,7 @@ def test_what_is_missing_is_named_once_in_the_whole_report() -> None:
     assert lines == (
         "Not on this machine: NVML (there is no NVML).",
         (
-            "Not known: free (it hides); free of cuda:2 (it hides as well); "
+            "Not available: free (it hides); free of cuda:2 (it hides as well); "
             "swap, memory cgroup, /dev/shm, USS, PSS (/proc is not mounted)."
         ),
     )
@@ -424,7 +424,7 @@ def test_what_the_machine_lacks_is_one_line_with_each_reason_once() -> None:
     found = cases.evidence(host=cases.host(cgroup_used=0))
     assert absences(found, absent) == (
         "Not on this machine: CUDA, XPU (torch 2.13.0+cpu is built without them); NVML (no NVIDIA driver).",
-        "Not known: MPS (this process has not used MPS (Apple) yet).",
+        "Not available: MPS (this process has not used MPS (Apple) yet).",
     )
     (alone,) = absences(found, absent[:1])
     assert alone == "Not on this machine: CUDA (torch 2.13.0+cpu is built without it)."

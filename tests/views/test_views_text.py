@@ -34,7 +34,7 @@ def test_of_the_less_likely_causes_the_names_are_told() -> None:
         replace(cases.FINDINGS[0], title=f"cause {number}", because=(f"sign {number}",)) for number in range(1, 31)
     )
     shown = text.render(tell(cases.offered(findings=many)))
-    assert [int(number) for number in re.findall(r"cause (\d+)", shown)] == list(range(1, 31))
+    assert [int(number) for number in re.findall(r" cause (\d+) ", shown)] == list(range(1, 31))
     assert [int(number) for number in re.findall(r"sign (\d+)", shown)] == [1, 2, 3, 4, 5]
 
 

@@ -1,0 +1,108 @@
+"""Has the kernel refuse what would not fit: the soft ``RLIMIT_DATA`` is what is mapped and what can still be had.
+
+A mapping beyond it fails at once, whatever its size and however fast the program asks, and the library that asked
+raises its own error at the user's line. What the cell has mapped and not touched yet is taken for spent: it will be.
+
+Mappings of files that are private and writable count as data, though their pages are the file's until they are written
+to: what makes them is done ``apart``, without the limit, and taken for no memory of the cell's.
+
+Limits: threads' stacks and free memory inside ``malloc`` count as mapped. Page-locked memory of a device does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from oomdoctor.guard.gauge import Gauge
+from oomdoctor.model.sizes import MIB
+from oomdoctor.sandbox import data_limit, reserve
+
+LEAST: Final = 16 * MIB
+"""Room that each cell has at least, however full the memory: to free what is held takes some as well, and a library
+that does not expect to be refused a small request ends the process. ZeroMQ does."""
+_MATTERS: Final = 8
+"""Share of what is free from which untouched memory is counted exactly."""
+_kept: int = sys.maxsize
+"""Bytes kept back that were still resident when they were last counted: they become only fewer."""
+LEAST_SHARE: Final = 4
+"""One part in so many of what is really left is the most that it may be."""
+CEILING: Final = "%%memlimit"
+
+
+class Refusal:
+    """The limit that is kept while one cell runs.
+
+    Args:
+        gauge: reads the process.
+        ceiling: bytes that the cell may map beyond what is mapped when it begins, None for no limit of its own.
+    """
+
+    def __init__(self, gauge: Gauge, ceiling: int | None) -> None:
+        self._gauge = gauge
+        self._data, self._anon = self._read()
+        self._floor = self._least = 0
+        self._ceiling = None if ceiling is None else self._data + ceiling
+        self.untouched = 0
+
+    def _read(self) -> tuple[int, int]:
+        """Return what is mapped, without what is kept back for a failure, and what is touched."""
+        data, anon = self._gauge.process() or (0, 0)
+        return data - reserve.address_space(), anon
+
+    def _untouched(self, data: int, anon: int, free: int) -> int:
+        """Return what the cell has mapped and not touched.
+
+        Pages that were kept back and that the kernel has taken since look as if they were. To count them takes 0.3 ms,
+        so they are counted where it matters.
+        """
+        global _kept
+        found = max((data - self._data) - (anon - self._anon), 0)
+        if found > free // _MATTERS and (kept := reserve.address_space()):
+            before, _kept = min(kept, _kept), reserve.resident()
+            found = max(found - max(before - _kept, 0), 0)
+            self._anon -= max(before - _kept, 0)
+        return found
+
+    def begin(self, free: int | None, margin: int) -> None:
+        """Set the limit for the first time; see ``keep``."""
+        if free is not None:
+            self._least = max(min(LEAST, free // LEAST_SHARE), 0)
+            self._floor = self._data + self._least
+        if self._ceiling is not None:
+            data_limit.ceiling = self._ceiling, CEILING
+        self.keep(free, margin)
+
+    def keep(self, free: int | None, margin: int) -> None:
+        """Set the limit by what is free now.
+
+        Args:
+            free: bytes that can still be had, None where the cell's own limit is the only one.
+            margin: bytes of it that are kept.
+        """
+        data, anon = self._read()
+        soft = None
+        if free is not None:
+            self.untouched = self._untouched(data, anon, free)
+            least = min(self._floor, data + self._least)
+            soft = max(data + max(free - margin - self.untouched, 0), least)
+        if self._ceiling is not None:
+            soft = self._ceiling if soft is None else min(soft, self._ceiling)
+        if soft is not None:
+            data_limit.put(soft + reserve.address_space())
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Run the body without the limit; what it maps is taken for no memory of the cell's."""
+        before, _ = self._read()
+        data_limit.lift()
+        try:
+            yield
+        finally:
+            mapped = self._read()[0] - before
+            self._data += mapped
+            self._floor += mapped
+            if self._ceiling is not None:
+                self._ceiling += mapped

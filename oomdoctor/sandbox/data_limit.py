@@ -1,0 +1,115 @@
+"""The soft limit on this process's data that oomdoctor sets for a while, beside the one that is the user's own.
+
+``RLIMIT_DATA`` counts private writable memory that is mapped. Its soft value may be lowered and raised again up to the
+hard one without any right. What is told of limits elsewhere is what the user has set; ours is never told as theirs.
+
+Limits: Linux alone has a kernel that compares it with mappings (since 4.7). A program that is started while ours is in
+force begins with it.
+
+Source: getrlimit(2), ``may_expand_vm`` in mm/mmap.c.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+resource: Any
+if sys.platform == "linux":
+    import resource
+else:  # pragma: no cover
+    resource = None
+
+NAME: Final = "RLIMIT_DATA"
+_lock = threading.Lock()
+_users: tuple[int, int] | None = None
+"""Soft and hard value that are the user's, while ours is in force; the very pair that puts them back."""
+_ours = -1
+_owner = 0
+
+
+def untold() -> int | None:
+    """Tell nothing: nobody looks."""
+    return None
+
+
+left: Callable[[], int | None] = untold
+"""Tells how many bytes can still be had below what the kernel ends processes by, None where nobody looks at that."""
+room: int | None = None
+"""Bytes that ours left when the last cell raised, None where it was not in force."""
+ceiling: tuple[int, str] | None = None
+"""A limit that the user has asked for above a cell, and its name: it is theirs, though it is not set in the system."""
+
+
+def users() -> tuple[int, int] | None:
+    """Return the user's own soft and hard value in bytes, ``RLIM_INFINITY`` for none; None on other systems."""
+    if resource is None:
+        return None
+    now = resource.getrlimit(resource.RLIMIT_DATA)
+    return _users if _users is not None and now[0] == _ours and _owner == os.getpid() else now
+
+
+def soft() -> int | None:
+    """Return the user's own soft value in bytes, None where none is set."""
+    own = users()
+    return None if own is None or own[0] == resource.RLIM_INFINITY else own[0]
+
+
+def put(soft_bytes: int) -> bool:
+    """Set ours, where the user's own is not lower; return whether ours is in force.
+
+    A program that sets its own meanwhile has the last word: its value is taken for the user's from then on.
+    """
+    global _users, _ours, _owner
+    with _lock:
+        own = users()
+        if own is None:
+            return False
+        soft_bytes = _whole_pages(soft_bytes)
+        if own[0] != resource.RLIM_INFINITY and own[0] <= soft_bytes:
+            _put_back()
+            return False
+        resource.setrlimit(resource.RLIMIT_DATA, (soft_bytes, own[1]))
+        _users, _ours, _owner = own, soft_bytes, os.getpid()
+        return True
+
+
+def lift() -> None:
+    """Put the user's own back. It takes no memory to do so."""
+    with _lock:
+        _put_back()
+
+
+def lift_in_copy() -> None:
+    """Put the user's own back in a forked copy, where another thread may have held the lock."""
+    global _owner, _lock
+    _owner, _lock = os.getpid(), threading.Lock()
+    _put_back()
+
+
+def note_room(data: int) -> None:
+    """Note what ours leaves beyond the ``data`` that are mapped, before it is lifted: what was refused was more."""
+    global room
+    room = max(_ours - data, 0) if _users is not None else None
+
+
+def forget() -> None:
+    """Forget the limit above a cell, and what a limit of ours has left."""
+    global ceiling, room
+    ceiling = room = None
+
+
+def _put_back() -> None:
+    global _users
+    if _users is not None and resource is not None:
+        if resource.getrlimit(resource.RLIMIT_DATA)[0] == _ours:
+            resource.setrlimit(resource.RLIMIT_DATA, _users)
+        _users = None
+
+
+def _whole_pages(size: int) -> int:
+    return max(size, 0) // mmap.PAGESIZE * mmap.PAGESIZE

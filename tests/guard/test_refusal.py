@@ -1,0 +1,155 @@
+"""The limit that is kept while a cell runs: real mappings under a real RLIMIT_DATA."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oomdoctor.evidence import host
+from oomdoctor.guard import file_mappings
+from oomdoctor.guard.gauge import Gauge
+from oomdoctor.guard.refusal import Refusal
+from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.sandbox import data_limit, reserve
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gauge() -> Iterator[Gauge]:
+    before, found = resource.getrlimit(resource.RLIMIT_DATA), Gauge()
+    yield found
+    data_limit.lift()
+    data_limit.forget()
+    file_mappings.remove()
+    found.close()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before, "the user's own is put back"
+
+
+def mapped(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def test_what_would_not_fit_is_refused_and_what_fits_is_not(gauge: Gauge) -> None:
+    Refusal(gauge, None).begin(256 * MIB, 64 * MIB)
+    with pytest.raises(MemoryError):
+        np.ones(400 << 17)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        mapped(200 * MIB)
+    mapped(128 * MIB).close()
+    data_limit.lift()
+    mapped(400 * MIB).close()
+
+
+def test_what_was_mapped_and_not_touched_is_spent(gauge: Gauge) -> None:
+    refusal = Refusal(gauge, None)
+    refusal.begin(256 * MIB, 64 * MIB)
+    held = mapped(128 * MIB)
+    refusal.keep(256 * MIB, 64 * MIB)  # nothing was touched: as much is free as before
+    with pytest.raises(OSError, match="Cannot allocate"):
+        mapped(128 * MIB)
+    mapped(32 * MIB).close()
+    for at in range(0, len(held), mmap.PAGESIZE):
+        held[at] = 1
+    refusal.keep(256 * MIB, 64 * MIB)  # it is touched, and yet as much is free: others have freed it
+    mapped(160 * MIB).close()
+    held.close()
+
+
+def test_a_cell_has_some_room_however_full_the_memory(gauge: Gauge) -> None:
+    Refusal(gauge, None).begin(40 * MIB, 64 * MIB)
+    mapped(6 * MIB).close()
+    with pytest.raises(OSError, match="Cannot allocate"):
+        mapped(32 * MIB)
+
+
+def test_the_users_own_lower_limit_stands(gauge: Gauge) -> None:
+    process, (soft, hard) = gauge.process(), resource.getrlimit(resource.RLIMIT_DATA)
+    assert process is not None
+    own = process[0] + 512 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
+    try:
+        Refusal(gauge, None).begin(4096 * MIB, 64 * MIB)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == own
+        Refusal(gauge, None).begin(256 * MIB, 64 * MIB)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < own
+        assert (data_limit.soft(), host.read(in_full=False).process_limit) == (own, own), "ours is not told as theirs"
+        data_limit.lift()
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == own
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_limit_that_the_cell_sets_is_the_users_from_then_on(gauge: Gauge) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    refusal = Refusal(gauge, None)
+    refusal.begin(256 * MIB, 64 * MIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, before[1]))
+    data_limit.lift()
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_no_limit_of_ours_is_told(gauge: Gauge) -> None:
+    Refusal(gauge, None).begin(256 * MIB, 64 * MIB)
+    assert isinstance(host.read(in_full=False).process_limit, Unavailable)
+    assert reserve.of_process() is None
+
+
+def test_the_limit_above_a_cell_is_told_as_the_users(gauge: Gauge) -> None:
+    Refusal(gauge, 64 * MIB).begin(None, 0)
+    with pytest.raises(MemoryError):
+        np.ones(128 << 17)
+    data_limit.lift()
+    found = host.read(in_full=False)
+    assert found.process_limit_name == "%%memlimit"
+    assert host.binding_limit(found)[2] == "%%memlimit"
+    np.ones(128 << 17)
+    data_limit.forget()
+    assert isinstance(host.read(in_full=False).process_limit, Unavailable)
+
+
+def test_a_file_that_is_mapped_is_not_refused(gauge: Gauge, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(512 * MIB)
+    refusal = Refusal(gauge, None)
+    file_mappings.install(refusal.apart)
+    refusal.begin(256 * MIB, 64 * MIB)
+    array = np.memmap(path, dtype=np.uint8, mode="c")
+    refusal.keep(256 * MIB, 64 * MIB)
+    mapped(128 * MIB).close()  # the file is no memory of the cell's
+    with pytest.raises(MemoryError):
+        np.ones(400 << 17)
+    assert (type(array), array[7]) == (np.memmap, 0)
+
+
+def test_torch_maps_a_checkpoint(gauge: Gauge, tmp_path: Path) -> None:
+    import torch
+
+    torch.save(torch.zeros(80 << 18), tmp_path / "large.pt")
+    refusal = Refusal(gauge, None)
+    file_mappings.install(refusal.apart)
+    refusal.begin(96 * MIB, 64 * MIB)
+    assert torch.load(tmp_path / "large.pt", mmap=True)[5] == 0
+    refusal.keep(96 * MIB, 64 * MIB)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        torch.zeros(80 << 18)
+    data_limit.lift()
+    file_mappings.remove()
+    assert "from_file" not in vars(torch.UntypedStorage)
+
+
+def test_the_functions_are_put_back() -> None:
+    before = np.memmap.__dict__["__new__"]
+    file_mappings.install(Refusal(Gauge(), None).apart)
+    assert np.memmap.__dict__["__new__"] is not before
+    file_mappings.remove()
+    assert np.memmap.__dict__["__new__"] is before

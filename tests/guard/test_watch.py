@@ -1,0 +1,262 @@
+"""The guard of a shell: its limit while a cell runs, its thread, its copies, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oomdoctor.errors import HostMemoryPressure
+from oomdoctor.guard import watch as module
+from oomdoctor.guard.gauge import GROUP, Reading
+from oomdoctor.guard.watch import Terms, Watch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
+MIB = 1 << 20
+SHELL = "/site-packages/IPython/core/interactiveshell.py"
+
+
+def reading(free: int, limit: int = 1024 * MIB) -> Reading:
+    return Reading(limit=limit, used=limit - free, usage=limit - free, swap=0, name=GROUP)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    found = Watch(lambda: Terms(mode="on"), globals())
+    monkeypatch.setattr(found.gauge, "read", lambda: reading(256 * MIB))
+    found.begin()
+    yield found
+    found.end()
+
+
+def soft() -> int:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Hold the body to leaving limit, handlers of signals and threads as they were."""
+
+    def state() -> tuple[Any, ...]:
+        numbers = sorted(signal.valid_signals())
+        threads = {one.name for one in threading.enumerate() if one.name.startswith("oomdoctor")}
+        return resource.getrlimit(resource.RLIMIT_DATA), [signal.getsignal(one) for one in numbers], threads
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def run(watch: Watch, do: Any = lambda: None) -> None:
+    """Run something as the cell of a shell, to its end."""
+    made: dict[str, Any] = {}
+    exec(compile("def run_code(do):\n    return do()", SHELL, "exec"), made)
+    watch.arm(1, "do()")
+    try:
+        made["run_code"](do)
+    except BaseException:
+        watch.raised()
+        raise
+    finally:
+        watch.end_cell()
+        watch.settle()
+
+
+def test_the_limit_is_there_while_a_cell_runs_and_at_no_other_time(watch: Watch) -> None:
+    before, seen = soft(), []
+    run(watch, lambda: seen.append(soft()))
+    assert seen[0] != before
+    assert soft() == before
+
+
+def fails_and_is_answered(watch: Watch) -> None:
+    """A cell that raises: what answers it has more room than the cell had, and what follows has all."""
+    before = soft()
+    watch.arm(1, "x")
+    in_cell = soft()
+    watch.raised()
+    assert soft() >= in_cell + 32 * MIB, "the margin is the answer's"
+    watch.end_cell()
+    assert soft() >= in_cell + 32 * MIB, "the answer goes on after the cell"
+    watch.settle()
+    assert soft() == before, "the limit was not lifted"
+
+
+def test_the_limit_is_lifted_when_the_cell_has_raised(watch: Watch) -> None:
+    fails_and_is_answered(watch)
+
+
+@pytest.mark.parametrize("sabotaged", ["lift", "raised"])
+def test_a_guard_that_does_not_lift_its_limit_is_caught(
+    watch: Watch, sabotaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, sabotaged, lambda: None)
+        with pytest.raises(AssertionError):
+            fails_and_is_answered(watch)
+
+
+def test_an_attempt_after_the_failure_is_guarded_again(watch: Watch) -> None:
+    before = soft()
+    watch.arm(1, "x")
+    in_cell = soft()
+    watch.raised()
+    assert watch.arm(1, "changed")
+    assert soft() <= in_cell + MIB
+    watch.end_cell()
+    assert soft() == before
+    watch.settle()
+
+
+def test_what_fails_in_no_cell_is_answered_with_a_limit_of_its_own(watch: Watch) -> None:
+    before = soft()
+    with watch.answering():
+        assert soft() != before
+    assert soft() == before
+
+
+def test_a_cell_beside_another_is_not_guarded_by_itself(watch: Watch) -> None:
+    assert watch.arm(1, "x")
+    assert not watch.arm(2, "y")
+    watch.settle()
+
+
+def test_the_thread_follows_what_is_free(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch.arm(1, "x")
+    first = soft()
+    monkeypatch.setattr(watch.gauge, "read", lambda: reading(640 * MIB))
+    end = time.monotonic() + 20
+    while soft() < first + 300 * MIB and time.monotonic() < end:
+        time.sleep(0.01)
+    assert soft() >= first + 300 * MIB
+    watch.settle()
+
+
+def test_memory_that_fills_by_itself_interrupts_the_cell(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills() -> None:
+        monkeypatch.setattr(watch.gauge, "read", lambda: reading(8 * MIB))
+        time.sleep(20)
+
+    began = time.monotonic()
+    with pytest.raises(HostMemoryPressure):
+        run(watch, fills)
+    assert time.monotonic() - began < 15
+
+
+def test_a_memory_that_is_full_already_lets_a_cell_free_it(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.gauge, "read", lambda: reading(8 * MIB))
+    run(watch, lambda: time.sleep(0.2))
+    assert watch.interrupt.raised == 0
+
+
+def test_a_cell_that_goes_on_is_interrupted_again_only_when_it_takes_more(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def catches() -> None:
+        monkeypatch.setattr(watch.gauge, "read", lambda: reading(8 * MIB))
+        with pytest.raises(HostMemoryPressure):
+            time.sleep(20)
+        time.sleep(0.2)
+
+    run(watch, catches)
+    assert watch.interrupt.raised == 1
+
+
+def test_between_cells_the_thread_does_not_look(watch: Watch) -> None:
+    run(watch)
+    time.sleep(0.05)
+    looks = watch.looks
+    time.sleep(0.4)
+    assert watch.looks == looks
+
+
+def test_a_copy_has_no_limit_and_goes_first(watch: Watch) -> None:
+    reads, writes = os.pipe()
+    watch.arm(1, "x")
+    score = int(Path("/proc/self/oom_score_adj").read_text())
+    pid = os.fork()
+    if pid == 0:
+        told = f"{soft()} {Path('/proc/self/oom_score_adj').read_text().strip()}"
+        os.write(writes, told.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    inherited, now = os.read(reads, 100).split()
+    os.close(reads)
+    os.close(writes)
+    assert soft() != int(inherited)
+    watch.settle()
+    assert soft() == int(inherited)
+    assert int(now) == min(score + 500, 1000)
+
+
+def test_what_is_paused_has_room_and_what_follows_has_not(watch: Watch) -> None:
+    before = soft()
+    watch.arm(1, "x")
+    with watch.paused():
+        assert soft() == before
+        time.sleep(0.3)
+        assert soft() == before, "the thread leaves it alone"
+    end = time.monotonic() + 20
+    while soft() == before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert soft() != before
+    watch.settle()
+
+
+def test_nothing_is_left_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
+        found = Watch(lambda: Terms(mode="on"), globals())
+        monkeypatch.setattr(found.gauge, "read", lambda: reading(256 * MIB))
+        found.begin()
+        found.arm(1, "x")
+        found.end()
+
+
+@pytest.mark.parametrize("mode", ["on", "off", "auto"])
+def test_auto_is_on_where_a_limit_is_set_or_little_is_left(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Watch(lambda: Terms(mode=mode), globals())
+    gauge = type(found.gauge)
+    monkeypatch.setattr(gauge, "has_group_limit", property(lambda _: False))
+    monkeypatch.setattr(module.reserve, "of_process", lambda: None)
+    monkeypatch.setattr(found.gauge, "machine", lambda: reading(900 * MIB))
+    assert found.is_on() is (mode == "on")
+    monkeypatch.setattr(found.gauge, "machine", lambda: reading(100 * MIB))
+    assert bool(found.why_on()) is (mode != "off")
+    monkeypatch.setattr(gauge, "has_group_limit", property(lambda _: True))
+    assert bool(found.why_on()) is (mode != "off")
+    found.gauge.close()
+
+
+def test_where_nothing_can_be_refused_a_cell_with_a_limit_is_interrupted(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "refuses", property(lambda _: False))
+    grown = iter([100 * MIB])
+    monkeypatch.setattr(module, "_resident", lambda: next(grown, 400 * MIB))
+    before = soft()
+    watch.arm(1, "x", 128 * MIB)
+    assert soft() == before
+    made: dict[str, Any] = {}
+    exec(compile("def run_code(do):\n    return do()", SHELL, "exec"), made)
+    with pytest.raises(HostMemoryPressure, match="%%memlimit"):
+        made["run_code"](lambda: time.sleep(20))
+    watch.settle()
+
+
+def test_a_cell_costs_less_than_a_tenth_of_a_millisecond_more_or_less(watch: Watch) -> None:
+    took = []
+    for at in range(300):
+        began = time.perf_counter()
+        watch.arm(at, "x")
+        watch.end_cell()
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[10] < 1e-3, "the benchmark measures it; this is ten times as much"
