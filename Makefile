@@ -37,13 +37,16 @@ TORCH ?= 2.4.1
 TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: help demo test test-ci test-all test-colab test-cuda test-torch check docs site pages examples gallery images new clean
+.PHONY: help demo demo-ranks test test-ci test-all test-colab test-cuda test-torch check docs site pages examples gallery images new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## Run the demo notebook in a real kernel; leaves demo-output/
 	$(BIN)/oomdoctor demo
+
+demo-ranks: $(VENV)/.installed-dev ## Heal a job of two ranks on this machine, and hold it against a fresh one
+	$(BIN)/python benchmarks/ranks.py --worlds 2 backward
 
 test: $(VENV)/.installed-dev ## Run the tests that take less than a second (PYTEST_ARGS="-k word" for some of them)
 	$(BIN)/python -m pytest $(WORKERS) $(CHOSEN) $(PYTEST_ARGS)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(_of_rank(target))
     main = _become_main(path, args.arguments)
     shell = _shell_for(path, main)
-    shell.anyway = args.anyway
+    shell.anyway, shell.joins_job = args.anyway, args.auto != "off"
     if args.simulate is not None:
         from oomdoctor.allocator import virtual
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     shell.run_line_magic("oomdoctor", f"auto {args.auto}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")  # the script's own SystemExit
-        result = shell.run_cell(source, store_history=True)  # type: ignore[no-untyped-call]
+        result = shell.run_cell(shell.source or source, store_history=True)  # type: ignore[no-untyped-call]
     _write(args, path)
     return _status(result.error_before_exec or result.error_in_exec)
 
@@ -201,13 +201,16 @@ class ScriptShell(InteractiveShell):
     Attributes:
         script: its path.
         anyway: whether it is run again although something of the failed run cannot be undone.
+        source: the changed text that a restarted job begins with, None where it is the script's own.
+        joins_job: whether the ranks of a job that a launcher has started are healed together.
     """
 
     display_pub_class = Type(_Publisher)
 
     def __init__(self, script: Path, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.script, self.anyway = script, False
+        self.script, self.anyway, self.joins_job = script, False, False
+        self.source: str | None = None
         self.compile = _Compiler(str(script))
 
     def transform_cell(self, raw_cell: str) -> str:

@@ -17,7 +17,8 @@ The patch is the plain case: one model that DDP wraps, its repeated blocks, and 
 Numbers are those of DDP up to the order of sums: the gradients are reduced in other pieces.
 
 Processes that train together exchange gradients in lockstep. One that runs a cell again by itself would wait for the
-others, or they for it, without end. So these fixes refuse a retry in a single process of several.
+others, or they for it, without end. So these fixes refuse a retry in a single process of several, and are made where
+all of them run again together.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def alone(session: Session, dose: Dose) -> Iterator[None]:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         ranks = distributed.get_world_size()
-        if ranks > 1:
+        if ranks > session.ranks:
             raise OomDoctorError(
                 f"the training is shared by {ranks} processes, of which one cannot run the cell again on its own"
             )

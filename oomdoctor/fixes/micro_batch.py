@@ -72,6 +72,9 @@ sum, or a mean over its rows; and the batch may be in another dimension."""
 
 _IN_PARTS: Final = re.compile(r"\.(chunk|split|tensor_split)\(|\b(batch_parts|parts_of)\(")
 
+_OF_DDP: Final = ("._has_rebuilt_buckets",)
+"""What DDP notes with its second forward, which the second part is. Source: ``_pre_forward`` of torch 2.4 to 2.13."""
+
 _FEW: Final = 3
 """Tensors that are cut by ``chunk``, more of which would not fit on a line."""
 
@@ -334,6 +337,7 @@ FIX: Final = Fix(
     ways=_WAYS,
     tolerance=TOLERANCE,
     joins=True,
+    leaves=_OF_DDP,
     cost="the same arithmetic in smaller pieces",
     propose=propose,
     patch=patch,

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
+from oomdoctor.forecast import data_parallel
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
@@ -235,6 +236,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, loops: LoopM
     follow_lengths(session.namespace)
     follow_roles(tracker)
     replace_all(tracker, loops, session.shell)
+    data_parallel.replace()
     if isinstance(tracker, DeviceTracker):
         emulate(tracker)
         if start.held is not None:

@@ -79,6 +79,25 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksTogether:
+    """How the ranks of a job were healed together, as one of them saw it; seconds by the clocks of the ranks.
+
+    Attributes:
+        rank: this one; ``world``: how many there are; ``first``: the one that memory ran out on first.
+        released_s: from there until this rank was out of what it was doing.
+        agreed_s: from then until all had agreed on the last change; None where they have not.
+        committed_s: from the end of this rank's run until all ranks had come to the end; None where they have not.
+    """
+
+    rank: int
+    world: int
+    first: int
+    released_s: float
+    agreed_s: float | None = None
+    committed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a case ended, or that it is still open.
 
@@ -89,6 +108,7 @@ class Outcome:
         checked: what the trial of the change has shown: what was compared, or why it could not be tried.
         anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
         interrupted: whether the user ended the last attempt.
+        ranks: how the ranks of a job went together, None where this process is alone.
     """
 
     kind: OutcomeKind = OutcomeKind.OFFERED
@@ -102,6 +122,7 @@ class Outcome:
     checked: str = ""
     anyway: bool = False
     interrupted: bool = False
+    ranks: RanksTogether | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,6 +180,7 @@ class Session:
         shell: the IPython shell, None in a script.
         is_kept: whether every tensor was copied when the failing cell began.
         base: a change that the cells show already and the live objects do not follow yet; None where there is none.
+        ranks: how many processes run the same change together, each its own program.
     """
 
     namespace: dict[str, Any]
@@ -189,6 +190,7 @@ class Session:
     shell: Any = None
     is_kept: bool = False
     base: Patch | None = None
+    ranks: int = 1
 
     def objects(self) -> Mapping[Kind, Named]:
         """Find the objects, of all kinds at once."""

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
-from oomdoctor.sandbox import fork, restrictions
+from oomdoctor.sandbox import fork, process_groups, restrictions
 
 _HEED_S: Final = 0.5
 """Time of a single wait: an interrupt that comes just before one begins is heeded at its end."""
@@ -210,6 +210,7 @@ def _run(work: Callable[[], Iterable[Any]], writer: Connection, limit_s: float, 
         if is_first:
             os.setpgid(0, 0)
             restrictions.wall_off()
+            process_groups.imitate()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(limit_s) + 1)  # also where the origin is gone
         for message in work():

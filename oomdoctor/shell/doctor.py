@@ -88,7 +88,7 @@ async def answer(extension: Extension, failure: BaseException, result: Any, run:
     """Answer a failure of a cell: run the cell again where that is to be done by itself, and tell what is found."""
     guarded, auto, shown = extension.borders.guarded, extension.config.auto, run.shown or Shown(extension)
     with uncollected():
-        found = _looked_at(extension, failure, lambda: _observe(extension, failure, result, run))
+        found = looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
         # On the host what comes with the diagnosis is made first.
         comes_later = found is not None and _comes_later(extension, found)
         if found is not None and comes_later:
@@ -144,7 +144,7 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
         number = extension.shell.execution_count - bool(source)  # the shell counts a cell when it begins
         return pipeline.record(pipeline.refused(_observed(extension, failure, number, source)[0], why))
 
-    guarded, case = extension.borders.guarded, _looked_at(extension, failure, observe)
+    guarded, case = extension.borders.guarded, looked_at(extension, failure, observe)
     if case is not None:
         guarded("display", lambda: Shown(extension).show(case))
         if _comes_later(extension, case):  # else it was collected before the diagnosis
@@ -152,7 +152,7 @@ def answer_outside(extension: Extension, failure: BaseException, why: str, sourc
         guarded("notice", lambda: _tell_why_not(extension, case))
 
 
-def _looked_at(extension: Extension, failure: BaseException, observe: Callable[[], Case]) -> Case | None:
+def looked_at(extension: Extension, failure: BaseException, observe: Callable[[], Case]) -> Case | None:
     """Collect the evidence, let go of what the failure holds, and find the causes."""
     guarded = extension.borders.guarded
 
@@ -189,7 +189,8 @@ def _lacks_room(extension: Extension, let_go: Callable[[], None]) -> bool:
     return bool(why)
 
 
-def _observe(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
+def observe_cell(extension: Extension, failure: BaseException, result: Any, run: CellRun) -> Case:
+    """Return the case of a failure of a cell, which can be run again from here on where it has a snapshot."""
     shell = extension.shell
     number = result.execution_count or shell.execution_count
     is_kept = run.transaction is not None and run.transaction.is_kept
@@ -292,7 +293,7 @@ def _tell_why_not(extension: Extension, case: Case) -> None:
 
 
 @dataclass(slots=True)
-class _Attempts:
+class Attempts:
     """Runs attempts of the open case in a shell.
 
     Attributes:
@@ -349,7 +350,7 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     if opened is None:
         return False
     failing, own = opened.session.cells.failing, opened.failure
-    attempts = _Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway, tells)
+    attempts = Attempts(extension, opened, cell.kwargs, extension.is_source_awaited(failing), request.anyway, tells)
     try:
         ended = await extension.borders.retried(_heal(extension, request, attempts), opened.transaction.restore)
     except KeyboardInterrupt as exc:  # beside an attempt: the state is that of the cell's start by now
@@ -384,7 +385,7 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
     return True
 
 
-async def _heal(extension: Extension, request: Request, attempts: _Attempts) -> tuple[Case, BaseException | None]:
+async def _heal(extension: Extension, request: Request, attempts: Attempts) -> tuple[Case, BaseException | None]:
     opened = attempts.opened
     still = "; ".join((*threads_at_work(), *left_since(opened.beside))) if not request.anyway else ""
     passable = bool(still) and extension.in_flight <= 1

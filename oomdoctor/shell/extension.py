@@ -48,6 +48,7 @@ from oomdoctor.shell.error_boundary import (
     source_begun_before,
 )
 from oomdoctor.shell.host_guard import as_it_runs, begin_record, ceiling_of, terms_of
+from oomdoctor.shell.job import abandon_run, begin_run, follow_job, join_group, join_job
 from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
@@ -56,6 +57,8 @@ from oomdoctor.shell.showing import Shown
 from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
+    from oomdoctor.pipeline.job import Job
+    from oomdoctor.ranks.groups import Groups
     from oomdoctor.shell.filling import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
@@ -89,6 +92,8 @@ class Extension:
     """oomdoctor in one shell.
 
     Attributes:
+        job: this rank's part in a job of several, None where it is alone.
+        groups: the process groups that cells make, None as long as ``torch.distributed`` is not loaded.
         in_flight: how many cells are running: a callback may run one while another awaits, and so may a subshell.
         to_run: the cell that `%%memplan --run` asks for, nothing where it does not.
         changed: the text, by its number, of each cell that a retry has changed since it was run.
@@ -114,6 +119,8 @@ class Extension:
         self._number = 0
         self.borders = Borders()
         self.in_flight = 0
+        self.job: Job | None = None
+        self.groups: Groups | None = None
         self.memreport, self.to_run = MemReport(shell), ""
 
     # Coming and going -----------------------------------------------------------------------------------------
@@ -133,6 +140,8 @@ class Extension:
         self.borders.guarded("black box", lambda: begin_record(self.shell, self.guard))
         atexit.register(self.guard.end)
         self.warming.begin()
+        if getattr(self.shell, "joins_job", False):
+            self.borders.guarded("ranks", lambda: join_job(self))
 
     def remove(self) -> None:
         """Put everything back."""
@@ -147,6 +156,10 @@ class Extension:
         choose("auto")
         self.memreport.end_live()
         self.close()
+        if self.job is not None:
+            self.job.leave()
+        if self.groups is not None:
+            self.groups.remove()
         self.warming.end()
         if pipeline.simulated() is not None:
             sys.modules["oomdoctor.allocator.virtual"].switch_off()
@@ -179,6 +192,7 @@ class Extension:
         self.borders.guarded("reserve", lambda: self.warming.keep_back(raw_cell))
         self.memreport.number = self._number
         transaction = self.borders.guarded("snapshot", lambda: self._begin(raw_cell))
+        in_job = self.borders.guarded("ranks", lambda: begin_run(self, raw_cell)) or False
         run = Run(self)
         kept = partial(getattr, transaction, "kept_bytes", 0)
         below = quietly(lambda: self._transformed(raw_cell)) if as_it_runs(raw_cell) is not None else None
@@ -189,8 +203,10 @@ class Extension:
         try:
             with watch or nullcontext():
                 result = await self._run_within(run, raw_cell, *args, **kwargs)
-        except BaseException:  # an interrupt while the traceback was shown: there is no answer to come
+        except BaseException as exc:  # an interrupt while the traceback was shown: there is no answer to come
             self._withdraw(run.shown)
+            if in_job:
+                abandon_run(self, exc)
             raise
         finally:
             if transaction is not None:
@@ -202,14 +218,18 @@ class Extension:
         if watch is not None and result.success:
             self.borders.guarded("mempeak", watch.tell)
         self.warming.note_end(raw_cell, failed=failure is not None)
-        is_run_again = failure is not None or self.request is not None
+        is_run_again = failure is not None or self.request is not None or in_job
         if self.request is not None and self.open is not None:  # what it leaves is of the cell that it runs again
             asked = self.open.session.cells.failing.number
         note = partial(quietly, partial(self.memreport.note, before, kept(), asked))
         if not is_run_again and not is_own(raw_cell):
             note()
         try:
-            return await self._follow(failure, raw_cell, result, replace(cell, shown=run.shown), *args, **kwargs)
+            cell = replace(cell, shown=run.shown)
+            self.borders.guarded("ranks", lambda: join_group(self))
+            if in_job and await follow_job(self, failure, result, cell):
+                return result
+            return await self._follow(failure, raw_cell, result, cell, *args, **kwargs)
         finally:
             if is_run_again:  # what counts is what the retry leaves
                 note()
@@ -384,6 +404,10 @@ class Extension:
         run = current(self)
         if run is None:
             return False
+        if (job := self.job) is not None and job.is_running and (run.is_retry or run.depth == 1):
+            self.borders.guarded("ranks", lambda: job.note(exc))
+            # Until it is known how the others have ended; the user's interrupt of an attempt is told with its outcome.
+            return isinstance(exc, (Exception, KeyboardInterrupt) if run.is_retry else Exception)
         if run.is_retry and isinstance(exc, (OomDoctorError, KeyboardInterrupt)):
             return True
         return ran_out(exc) and (

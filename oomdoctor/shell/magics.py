@@ -27,6 +27,7 @@ from oomdoctor.shell import mempeak as measuring
 from oomdoctor.shell import memplan as planning
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.doctor import Request, plan
+from oomdoctor.shell.job import circle_lines
 from oomdoctor.shell.memreport import USAGE
 from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
 from oomdoctor.shell.open_case import undo as take_back
@@ -225,6 +226,15 @@ def report(_extension: Extension, words: list[str]) -> None:
     print(issue_report(_case(), with_code="--code" in words))
 
 
+def ranks(extension: Extension, _words: list[str]) -> None:
+    """`%oomdoctor ranks`: which rank of a job this process is, and whether the others answer."""
+    if extension.job is None:
+        print(say("this process has no part in a job of several ranks that are healed together"))
+        return
+    for line in circle_lines(extension.job):
+        print(say(line))
+
+
 def config(extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor config`: the settings and their values; `%config OomDoctor.auto = "exact"` changes one."""
     for name, trait in sorted(extension.config.traits(config=True).items()):
@@ -341,7 +351,10 @@ def _retryable(extension: Extension) -> OpenCase:
 
 VERBS: Final[dict[str, Verb]] = {
     verb.__name__.rstrip("_"): verb
-    for verb in (status, auto, fix, fit, retry, diff, undo, why, cases, simulate, guard, rules, report, config, help_)
+    for verb in (
+        *(status, auto, fix, fit, retry, diff, undo, why, cases),
+        *(simulate, guard, ranks, rules, report, config, help_),
+    )
 }
 
 
@@ -419,6 +432,6 @@ def _oomdoctor(extension: Extension, line: str) -> None:
     verb = "help" if verb in ("--help", "-h") else verb
     if verb not in VERBS:
         raise UsageError(f"there is no verb {shown(verb)}: there are {', '.join(VERBS)}")
-    if VERBS[verb] in (status, undo, why, cases, config, help_) and rest:
+    if VERBS[verb] in (status, undo, why, cases, ranks, config, help_) and rest:
         raise UsageError(f"{verb} does not take {shown(*rest)}")
     VERBS[verb](extension, rest)

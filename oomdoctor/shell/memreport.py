@@ -18,6 +18,7 @@ from oomdoctor.model import jsonable
 from oomdoctor.model.memory import CellGrowth
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.frames import locals_of
+from oomdoctor.shell import ATTRIBUTE
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.cells import filenames as filenames_of
 from oomdoctor.shell.live_report import LiveReport
@@ -34,6 +35,7 @@ USAGE: Final = """Show what holds memory now, on each device and in the host's m
     %memreport [--device D] [--top N] [--diff] [--json [PATH]] [--html PATH] [--snapshot PATH]
     %memreport --cells [--json [PATH]]
     %memreport --live [SECONDS|off]
+    %memreport --ranks [--json [PATH]]
 
     --device D       one device alone, and the host's summary: cuda, cuda:1, cpu
     --top N          the N largest holders; above 10 also single weights, every limit and the page cache
@@ -42,6 +44,7 @@ USAGE: Final = """Show what holds memory now, on each device and in the host's m
     --html PATH      a page that opens offline
     --cells          what each of the last 100 cells has left on each device and the host, the largest growth marked
     --live [SECONDS] an output that tells what is in use, every second or so many, while cells run; off ends it
+    --ranks          what each rank of a job holds; to be run on all of them, as by `%%px`
     --help           this text
     --snapshot PATH  CUDA: torch's snapshot of the allocator, for https://docs.pytorch.org/memory_viz
 """
@@ -56,6 +59,7 @@ _OPTIONS: Final = Options(
     html=_FILE,
     snapshot=_FILE,
     cells=FLAG,
+    ranks=FLAG,
     live={"nargs": "?", "const": 1.0, "type": seconds},
 )
 _MOST_CELLS: Final = 100
@@ -79,6 +83,7 @@ class MemReport:
         self.number: int = shell.execution_count
         self._cells: deque[tuple[CellGrowth, Reading]] = deque(maxlen=_MOST_CELLS)
         self._live: LiveReport | None = None
+        self._of_ranks = 0
 
     def reading(self) -> Reading:
         """Return what is in use now. Without torch this takes some 20 us; no device is initialised."""
@@ -132,6 +137,9 @@ class MemReport:
         if options.cells:
             self._tell_cells(options.json)
             return
+        if options.ranks:
+            self._tell_ranks(options)
+            return
         number = self.number
         whole = self._collect(number, options)
         report = whole if options.device is None else whole.of(options.device)
@@ -169,6 +177,24 @@ class MemReport:
         if path != PRINTED:
             print(say(f"{one_line(path)}: the growth of each cell as JSON"))
 
+    def _tell_ranks(self, options: Any) -> None:
+        from oomdoctor.ranks.gather import gather, imbalance
+        from oomdoctor.shell.job import rank_lines
+
+        job = getattr(getattr(self._shell, ATTRIBUTE, None), "job", None)
+        if job is None:
+            raise UsageError("--ranks tells of a job of several ranks, and this process has no part in one")
+        own = self._collect(self.number, options).to_dict()
+        at, self._of_ranks = self._of_ranks, self._of_ranks + 1
+        reports = gather(job.circle, at, own)
+        if options.json is None:
+            print(say("\n".join(rank_lines(reports))))
+            return
+        found = {"schema": jsonable.SCHEMA, "imbalance": imbalance(reports), "ranks": jsonable.plain(reports)}
+        put(json.dumps(found, indent=1), options.json)
+        if options.json != PRINTED:
+            print(say(f"{one_line(options.json)}: the reports of all ranks as JSON"))
+
     def _collect(self, number: int, options: Any) -> Report:
         """Return the report of all devices. Modules that are loaded for it may run operations while they are."""
         # Past the modes of torch, where the program has loaded it.
@@ -204,9 +230,9 @@ class MemReport:
 
 
 def _check_alone(options: Any) -> None:
-    """Refuse what ``--cells`` and ``--live`` do not go with."""
+    """Refuse what ``--cells``, ``--live`` and ``--ranks`` do not go with."""
     given = {f"--{name}" for name, value in vars(options).items() if value is not None and value is not False}
-    for option, beside in (("--live", set()), ("--cells", {"--json"})):
+    for option, beside in (("--live", set()), ("--cells", {"--json"}), ("--ranks", {"--json"})):
         if option in given and (others := sorted(given - beside - {option})):
             takes = f"{', '.join(beside)} alone" if beside else "no other option"
             raise UsageError(f"{option} takes {takes} beside it, not {', '.join(others)}")

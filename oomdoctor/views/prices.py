@@ -21,7 +21,7 @@ from oomdoctor.views import labels
 from oomdoctor.views.document import Block, Fixes, FixRow, Fold, Gauge, Items, Line, Notice, prose
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case
+    from oomdoctor.model.case import Case, RanksTogether
     from oomdoctor.model.incident import Incident
 
 _BASIS: Final = 600
@@ -323,9 +323,22 @@ def _facts(case: Case) -> list[tuple[str, str]]:
         facts.append(("Checked", labels.clean(outcome.checked, 600)))
         facts += [("Mind", labels.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
     facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, used))]
+    if outcome.ranks is not None:
+        facts.append(("Ranks", _together(outcome.ranks)))
     if outcome.kind is not OutcomeKind.OFFERED:
         facts.append(("State", labels.STATES[outcome.state]))
     return facts + _commands(case, used)
+
+
+def _together(ranks: RanksTogether) -> str:
+    """Return how the ranks of a job went together."""
+    told = [f"this is {ranks.rank} of {ranks.world}", f"memory ran out on {ranks.first}"]
+    told.append(f"out of its run after {ranks.released_s:.2f} s")
+    if ranks.agreed_s is not None:
+        told.append(f"agreed after {ranks.agreed_s:.1f} s")
+    if ranks.committed_s is not None:
+        told.append(f"all at the end after {ranks.committed_s:.2f} s")
+    return "; ".join(told)
 
 
 def _change(candidate: Candidate) -> str:

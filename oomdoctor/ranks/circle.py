@@ -1,0 +1,331 @@
+"""The ranks of one job, and what they say to each other over the job's own store.
+
+Each rank has two connections of its own to the store. On one, a thread waits for its bell (see ``presence``); it wakes
+for nothing else, and answers for the rank while the program runs. On the other, the main thread speaks. One *epoch* is
+one run of the program on all ranks. It ends with one *word*, the first that is spoken: a rank has run out of memory, or
+has failed otherwise, or all have come to their end.
+
+    word/EPOCH              how the epoch ended
+    done/EPOCH              how many ranks have come to the end of it
+    read/EPOCH              how many have read that all have, so that the last one clears away
+    TOPIC/EPOCH/ROUND/RANK  what a rank has to say in the talk after an epoch
+    left/EPOCH/RANK         why a rank says nothing more in that talk
+
+All keys stand below ``oomdoctor/`` and the number of the job's restart. A job in which nothing happened leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, Final
+
+from oomdoctor.ranks.presence import ASK_S, JobStore, Presence, RankLeft, SilentRank, named
+
+_FOREVER: Final = timedelta(days=365)
+_ANSWER_S: Final = 30.0
+"""Time that the store gets to answer."""
+_TALK_S: Final = 0.02
+"""Time between two looks at the store while the ranks talk after an incident."""
+_APART_S: Final = 5.0
+"""Time in which a cell that was sent to all ranks has begun on each."""
+
+
+class WordKind(StrEnum):
+    """How an epoch ended."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    UNFIT = "unfit"
+    """The change could not be made on a rank, or its guard has stopped it there."""
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """How an epoch ended: ``rank`` has said so, and ``why``.
+
+    Attributes:
+        at_s: when that was, by the clock of the rank.
+    """
+
+    kind: WordKind
+    rank: int
+    why: str = ""
+    at_s: float = 0.0
+
+
+class Circle:
+    """This rank among the ranks of its job.
+
+    Args:
+        host: of the job's store; ``port`` likewise.
+        restart: how many times the launcher has started the job anew.
+        release: frees this rank from its collectives; called by the thread of the circle.
+
+    Attributes:
+        epoch: number of the run that is on, -1 before the first.
+        presence: tells which ranks answer.
+        kept: what has to live as long as the circle, as the server of the store.
+        asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
+        store_of: returns the part of the store for the job as it was started for the n-th time.
+        released_s: when this rank was released in this epoch, by ``time.monotonic``; None where it was not.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        host: str,
+        port: int,
+        restart: int = 0,
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
+        import torch.distributed as distributed
+
+        dist: Any = distributed
+        self.rank, self.world, self.epoch = rank, world, -1
+        self.restart, self._release = restart, release
+        self._word: Word | None = None
+        self._is_open, self._is_listening = False, True
+        self.released_s: float | None = None
+        self._news = threading.Condition()
+        self._lost = ""
+        self._own: list[str] = []
+        self.asks_who_is_in = False
+        self.kept: Any = None
+
+        terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
+        connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
+        self.store_of: Callable[[int], Any] = lambda of: JobStore(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
+        self._store = self.store_of(restart)
+        self.presence = Presence(self._store, rank, world)
+        self._bell: Any = dist.PrefixStore(f"oomdoctor/{restart}/", connections[1])
+        self._thread = threading.Thread(target=self._listen, name="oomdoctor-ranks", daemon=True)
+        self._thread.start()
+
+    # The thread of the circle -------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Wait for the bell, and answer: nothing else is done while the program runs."""
+        own = f"bell/{self.rank}"
+        while True:
+            try:
+                self._bell.wait([own], _FOREVER)
+                self._bell.delete_key(own)
+                if not self._is_listening:
+                    return
+                self._bell.set(f"at/{self.rank}", str(self.epoch))
+                self._bell.add(f"alive/{self.rank}", 1)
+                self._look(self._bell)
+            except Exception as error:  # noqa: BLE001 - border: the store is gone, or Python ends
+                with self._news:
+                    self._lost = f"this rank hears nothing from the job's store any more ({type(error).__name__})"
+                    self._news.notify_all()
+                return
+
+    def _look(self, store: Any) -> None:
+        """Take the word of this epoch where one was spoken, and let this rank out of its collectives."""
+        with self._news:
+            if not self._is_open or self._word is not None or not store.check([f"word/{self.epoch}"]):
+                return
+            told = json.loads(store.get(f"word/{self.epoch}"))
+            self._word = Word(**{**told, "kind": WordKind(told["kind"])})
+            is_over = self._word.kind is WordKind.DONE
+        if not is_over:
+            self._release()
+            self.released_s = time.monotonic()
+        with self._news:
+            self._news.notify_all()
+
+    # One run ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Word | None:
+        """Begin the next epoch; return the word of it where another rank has ended it already."""
+        with self._news:
+            self.epoch += 1
+            self._word, self.released_s, self._is_open = None, None, True
+        self._look(self._store)
+        return self._word
+
+    @property
+    def word(self) -> Word | None:
+        """How this epoch has ended, None as long as it has not."""
+        return self._word
+
+    def announce(self, kind: WordKind, why: str = "", at_s: float = 0.0) -> None:
+        """Say how the epoch ends; another rank may have been the first to say."""
+        if self._word is not None:
+            return
+        own = json.dumps(asdict(Word(kind=kind, rank=self.rank, why=why, at_s=at_s or time.time())))
+        self._store.compare_set(f"word/{self.epoch}", "", own)
+        self.presence.ring(range(self.world))
+
+    def speak(self, kind: WordKind, why: str = "", at_s: float = 0.0) -> Word:
+        """Say how the epoch ends, and return how it did.
+
+        This rank is out of its collectives on return, and the others are on their way.
+        """
+        self.announce(kind, why, at_s)
+        return self._ended(self.wait_for_word(_ANSWER_S))
+
+    def wait_for_word(self, limit_s: float | None) -> Word:
+        """Wait until the epoch has ended and this rank is released.
+
+        Raises:
+            SilentRank: it has not after ``limit_s``, or other ranks do not answer any more.
+        """
+        end = math.inf if limit_s is None else time.monotonic() + limit_s
+        others, peers = self.presence.pulse(), [rank for rank in range(self.world) if rank != self.rank]
+        while True:
+            with self._news:
+                word = self._word
+                if word is not None and (word.kind is WordKind.DONE or self.released_s is not None):
+                    return word
+                if self._lost:
+                    raise SilentRank(self._lost)
+                if word is not None:
+                    end = min(end, time.monotonic() + _ANSWER_S)
+                # In pieces: a signal is heeded between them.
+                self._news.wait(max(min(ASK_S, end - time.monotonic()), 0.0))
+            if time.monotonic() >= end:
+                is_stuck = self._word is not None
+                what = "this rank could not be released" if is_stuck else "there was no answer from the store"
+                raise SilentRank(f"{what} within {_ANSWER_S:.0f} s")
+            if word is None and limit_s is None:
+                others.feel(peers)
+                if self.asks_who_is_in and (missing := self.missing(_APART_S)):
+                    raise SilentRank(
+                        f"{named(missing)} does not run this cell, in which this rank has waited for others"
+                    )
+
+    def heard_within(self, seconds: float) -> Word | None:
+        """Return the word that is spoken within a while, None where none is."""
+        end = time.monotonic() + seconds
+        with self._news:
+            while self._word is None and (left := end - time.monotonic()) > 0 and not self._lost:
+                self._news.wait(left)
+        return None if self._word is None else self.wait_for_word(_ANSWER_S)
+
+    def finish(self) -> Word:
+        """Say that this rank has come to the end, and return how the epoch ends: no rank goes on before all have.
+
+        Raises:
+            SilentRank: other ranks do not answer any more, or the store does not.
+        """
+        if self._store.add(f"done/{self.epoch}", 1) == self.world:
+            return self.speak(WordKind.DONE)
+        return self._ended(self.wait_for_word(None))
+
+    def _ended(self, word: Word) -> Word:
+        """Delete what is read where all have come to the end.
+
+        That is what this rank has said, and by the last one that has read it, the end.
+        """
+        if word.kind is WordKind.DONE and self._is_open:
+            self._is_open = False
+            for key in self._own:
+                self._store.delete_key(key)
+            self._own.clear()
+            if self._store.add(f"read/{self.epoch}", 1) == self.world:
+                for epoch in range(self.epoch + 1):
+                    for key in ("word", "done", "read"):
+                        self._store.delete_key(f"{key}/{epoch}")
+                for rank in range(self.world):
+                    self.presence.forget(rank)
+        return word
+
+    def withdraw(self) -> None:
+        """Take it that this epoch was not begun: the others had no part in what this rank has run."""
+        with self._news:
+            self.epoch -= 1
+            self._is_open = False
+
+    def missing(self, limit_s: float) -> list[int]:
+        """Return the ranks that do not come into this epoch within a while, or do not answer."""
+        return self.presence.missing(self.epoch, limit_s)
+
+    # The talk after a run -------------------------------------------------------------------------------------------
+
+    def owns(self, key: str) -> None:
+        """Note a key of this rank's, which is deleted when a later run has come to its end."""
+        self._own.append(key)
+
+    def say(self, topic: str, at: int, what: Any) -> None:
+        """Say something in the talk that follows this epoch; ``at`` numbers the rounds of a topic."""
+        key = f"{topic}/{self.epoch}/{at}/{self.rank}"
+        self.owns(key)
+        self._store.set(key, json.dumps(what))
+
+    def hear(self, topic: str, at: int, ranks: Sequence[int], limit_s: float) -> list[Any]:
+        """Return what each of some ranks has to say, in their order.
+
+        Raises:
+            RankLeft: one of them says nothing more.
+            SilentRank: one of them has said nothing within ``limit_s``, or does not answer any more.
+        """
+        end = time.monotonic() + limit_s
+        keys = {rank: f"{topic}/{self.epoch}/{at}/{rank}" for rank in ranks}
+        others, asked = self.presence.pulse(), time.monotonic()
+        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            for rank in missing:
+                if self._store.check([left := f"left/{self.epoch}/{rank}"]):
+                    raise RankLeft(f"rank {rank} goes on no more: {json.loads(self._store.get(left))}")
+            now = time.monotonic()
+            if now >= end:
+                raise SilentRank(f"{named(missing)} had nothing to say within {limit_s:.0f} s")
+            if now >= asked + ASK_S:
+                others.feel(missing)
+                asked = now
+            # The store's own wait would print a warning for each one in vain.
+            time.sleep(_TALK_S)
+        return [json.loads(self._store.get(key)) for key in keys.values()]
+
+    def leave_talk(self, why: str) -> None:
+        """Tell whoever waits for what this rank has to say that there is nothing more to come."""
+        key = f"left/{self.epoch}/{self.rank}"
+        self.owns(key)
+        self._store.set(key, json.dumps(why))
+
+    def close(self) -> None:
+        """Leave the circle: the thread ends, and what this rank has said is deleted."""
+        if not self._is_listening:
+            return
+        self._is_listening = False
+        with suppress(SilentRank):  # the store is gone
+            for key in self._own:
+                self._store.delete_key(key)
+            self._store.set(f"bell/{self.rank}", "1")
+            self._thread.join(ASK_S)
+            self.presence.forget(self.rank)
+
+
+def of_environment(release: Callable[[], object]) -> Circle | None:
+    """Return the circle of the job that a launcher has started this process for; None where it has started none.
+
+    Source: torchrun gives each of its processes ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
+    ``TORCHELASTIC_USE_AGENT_STORE`` where the store is its own.
+    """
+    told = os.environ
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in told for name in names) or int(told["WORLD_SIZE"]) < 2:
+        return None
+    if told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return Circle(
+        rank=int(told["RANK"]),
+        world=int(told["WORLD_SIZE"]),
+        host=told["MASTER_ADDR"],
+        port=int(told["MASTER_PORT"]),
+        restart=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        release=release,
+    )

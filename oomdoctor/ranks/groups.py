@@ -1,0 +1,247 @@
+"""The process groups that a program makes, and how a rank gets itself out of a collective.
+
+For gloo, nothing but the end of its connections ends a collective that waits for another rank: to destroy or abort the
+group frees nobody while DDP's reducer holds it. So the sockets that were opened while a group was made are noted, and
+shut down. The communicators of NCCL are aborted. A rank frees itself alone; the others do the same.
+
+Groups of a further attempt meet under keys of their own in the job's store: those of the first would still be found
+there, with the addresses of connections that are gone.
+
+Limits: groups over a store that the program makes itself, and those of MPI and UCC, cannot be made anew like this.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from oomdoctor.objects.alive import alive_exactly
+
+_HOME: Final = "torch.distributed.distributed_c10d"
+_MENDED: Final = frozenset({"gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "fake"})
+"""Backends whose groups can be freed and made anew."""
+
+
+class Released(RuntimeError):
+    """No group is made any more in a run that another rank has ended: nobody would come to meet this one."""
+
+
+class Groups:
+    """The process groups of this rank.
+
+    Args:
+        port: of the job's store, whose connections are nobody's group.
+
+    Attributes:
+        port: of the job's store.
+        prefix: under which groups meet in the store, empty for the job's own keys.
+        has_parts: whether there are groups of some ranks beside that of all.
+        is_released: whether this rank was released, so that it makes no group before the next run.
+        refused: why groups cannot be made anew, None where they can.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port, self.prefix, self.refused, self.has_parts = port, "", None, False
+        self.is_released = False
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._sockets: dict[int, int] = {}
+        self._meeting: dict[int, int] | None = None
+        self._lock = threading.Lock()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    refused: str | None
+
+    def watch(self) -> None:
+        """Note the sockets of every group from now on. Loads ``torch.distributed``."""
+        import torch.distributed.distributed_c10d as loaded
+
+        c10d: Any = loaded
+        if not hasattr(c10d, "_new_process_group_helper") or self._replaced:
+            return
+        made, met = c10d._new_process_group_helper, c10d.rendezvous
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            backend = str(args[3] if len(args) > 3 else kwargs.get("backend", ""))
+            if backend not in _MENDED:
+                self.refused = f"a group of the backend {backend} cannot be made anew"
+            self.has_parts = self.has_parts or bool(len(args) > 2 and args[2])
+            with self._noting():
+                return made(*args, **kwargs)
+
+        def keyed(url: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            if not str(url).startswith("env://"):
+                self.refused = f"the ranks met at {str(url).partition('?')[0]}, where they cannot meet again"
+            with self._noting():
+                meeting = next(iter(met(url, *args, **kwargs)))
+            store, *rest = meeting
+            yield (c10d.PrefixStore(self.prefix, store) if self.prefix else store, *rest)
+
+        initialise = c10d.init_process_group
+
+        def initialised(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("store") is not None or len(args) > 5:
+                self.refused = "the ranks met over a store that the program has made itself"
+            self._given = args, kwargs
+            return initialise(*args, **kwargs)
+
+        noted.__wrapped__ = made  # type: ignore[attr-defined]
+        for owner, name, new in ((c10d, "_new_process_group_helper", noted), (c10d, "rendezvous", keyed)):
+            self._replace(owner, name, new)
+        for owner in (c10d, sys.modules["torch.distributed"]):
+            self._replace(owner, "init_process_group", initialised)
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name), new))
+        setattr(owner, name, new)
+
+    def remove(self) -> None:
+        """Put back what makes groups; a wrapper of somebody else's stays."""
+        while self._replaced:
+            owner, name, old, new = self._replaced.pop()
+            if getattr(owner, name) is new:
+                setattr(owner, name, old)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        if self.is_released:
+            raise Released("another rank has ended this run")
+        outer, before = self._meeting, _sockets()
+        self._meeting = before if outer is None else outer
+        try:
+            yield
+        finally:
+            self._meeting = outer
+            self._sockets |= {inode: at for inode, at in _sockets().items() if inode not in before}
+
+    def release(self) -> int:
+        """End whatever collective this rank is in; return how many connections were shut down.
+
+        To be called by a thread beside the program. It may be called again.
+        """
+        with self._lock:
+            self.is_released = True
+            found, meeting = _sockets(), self._meeting
+            known = dict(self._sockets)
+            if meeting is not None:  # it waits for the others to meet, by the store
+                known |= {inode: at for inode, at in found.items() if inode not in meeting}
+            self._sockets.clear()
+            # Connections first: to abort may wait.
+            count = sum(
+                _shut_down(found[inode], self.port, is_meeting=meeting is not None and inode not in meeting)
+                for inode in known
+                if inode in found
+            )
+            for backend in _aborting():
+                with suppress(RuntimeError):  # it was aborted already
+                    backend.abort()
+            return count
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sockets of a group were seen as they were opened."""
+        return bool(self._sockets)
+
+    def sequence(self) -> int:
+        """Return how many collectives this rank has taken part in, for the groups that there are."""
+        c10d: Any = sys.modules.get(_HOME)
+        count = 0
+        for group in list(c10d._world.pg_names) if c10d is not None else ():
+            with suppress(RuntimeError):  # a backend that does not count them
+                count += int(group._get_sequence_number_for_group())
+        return count
+
+    def renew(self) -> None:
+        """Make the group of all ranks anew, as the program has made it, and have models that DDP wraps use it.
+
+        The wrappers stay the same objects. All ranks have to do so at the same time.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrappers = [
+            (one, one.module, _settings(one), dict(vars(one))) for one in alive_exactly(DistributedDataParallel)
+        ]
+        for wrapper, *_ in wrappers:
+            for name in ("reducer", "logger", "process_group"):
+                vars(wrapper).pop(name, None)
+        self.destroy()
+        gc.collect()
+        args, kwargs = self._given
+        sys.modules["torch.distributed"].init_process_group(*args, **kwargs)
+        for wrapper, module, settings, before in wrappers:
+            vars(wrapper).clear()
+            DistributedDataParallel.__init__(wrapper, module, **settings)
+            for name in ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+                vars(wrapper)[name] = before[name]
+
+    def destroy(self) -> None:
+        """Have torch forget all groups, so that the program can make them anew."""
+        c10d: Any = sys.modules.get(_HOME)
+        if c10d is None or not c10d.is_initialized():
+            return
+        # That of the program's end, which a further attempt sets again around itself.
+        hook = sys.excepthook
+        try:
+            c10d.destroy_process_group()
+        finally:
+            if getattr(hook, "__name__", "") == "_distributed_excepthook":
+                inner = [cell.cell_contents for cell in hook.__closure__ or ()]
+                sys.excepthook = next((one for one in inner if callable(one)), sys.__excepthook__)
+
+
+def _settings(wrapper: Any) -> dict[str, Any]:
+    """Return what ``DistributedDataParallel`` was made with. Source: its ``__init__`` in torch 2.4 to 2.13."""
+    names = ("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    settings: dict[str, Any] = {name: getattr(wrapper, name) for name in names}
+    if not wrapper.broadcast_buffers:  # to name it is deprecated since torch 2.13
+        settings["broadcast_buffers"] = False
+    size = wrapper.bucket_bytes_cap / 2**20
+    return settings if getattr(wrapper, "bucket_bytes_cap_default", size == 25) else settings | {"bucket_cap_mb": size}
+
+
+def _sockets() -> dict[int, int]:
+    """Return the descriptor of each socket of this process by its inode, which no other socket has."""
+    found = {}
+    for path in Path("/dev/fd").iterdir():
+        with suppress(OSError, ValueError):  # that of the listing itself is closed
+            told = os.fstat(number := int(path.name))
+            if stat.S_ISSOCK(told.st_mode):
+                found[told.st_ino] = number
+    return found
+
+
+def _shut_down(number: int, port: int, *, is_meeting: bool) -> bool:
+    """Shut a connection by TCP down, unless it is one to the job's store that no meeting waits on."""
+    with suppress(OSError):  # it was closed meanwhile, or is none
+        with socket.socket(fileno=os.dup(number)) as own:
+            if own.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            try:
+                theirs = own.getpeername()[1]
+            except OSError:  # it listens, or waits to be connected
+                return False
+            if own.getsockname()[1] == port or (theirs == port and not is_meeting):
+                return False
+            own.shutdown(socket.SHUT_RDWR)
+        return True
+    return False
+
+
+def _aborting() -> Iterator[Any]:
+    """Yield the backends whose collectives end when they are aborted: those of devices."""
+    c10d: Any = sys.modules.get(_HOME)
+    torch: Any = sys.modules.get("torch")
+    if c10d is None or torch is None or not c10d.is_nccl_available():
+        return
+    for group in list(c10d._world.pg_names):
+        with suppress(RuntimeError):  # it has no backend for CUDA
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                yield backend
