@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count as counted
 from threading import local
@@ -54,7 +55,7 @@ def in_parts(model: Any, parts: int) -> Callable[..., Any]:
     return _InParts(path, owner, model, parts)
 
 
-def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
+def batch_parts(parts: int, *values: Any, dim: int = 0, ddp: Any = None) -> Iterator[Any]:
     """Yield a batch in parts, each of which draws the random numbers that it has in the whole batch.
 
     Args:
@@ -63,18 +64,23 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
             tensors, and of lists with an item for each sample. What else is in them goes to every part as it is.
         dim: the dimension of the batch. A tensor that has it elsewhere, as the state of a recurrent layer, or that was
             flattened, is cut where it is. What has a graph is cut from it, and its gradients are passed on at the end.
+        ddp: a model that ``DistributedDataParallel`` wraps: its gradients are exchanged once, with the last part. One
+            with ``static_graph``, which cannot leave an exchange out, exchanges them with each part.
 
     Yields:
         The part of the one value, or of each value as a tuple.
 
     Raises:
-        UsageError: there is no tensor among the values.
+        UsageError: there is no tensor among the values, or the model is not one that DDP wraps.
         StateError: in the body, from an operator of which it cannot be told what it draws for which row; or Python or
             NumPy drew others for one part than for another.
     """
     rows = batch_size(values, dim)
     if rows is None:
         raise UsageError("batch_parts was given no tensor with the rows of a batch")
+    if ddp is not None and not hasattr(ddp, "no_sync"):
+        raise UsageError(f"batch_parts takes a model that DistributedDataParallel wraps, not a {type(ddp).__name__}")
+    waits = ddp is not None and not getattr(ddp, "static_graph", False)
     devices = {tensor.device for tensor in tensors_in(values)}
     draws, borders = Draws(rows, devices), dict[int, tuple[torch.Tensor, torch.Tensor]]()
     given = (one for one in tensors_in(values) if one.ndim > 1 and dim in (0, 1) and one.shape[dim] == rows)
@@ -82,7 +88,7 @@ def batch_parts(parts: int, *values: Any, dim: int = 0) -> Iterator[Any]:
     terms["steps"] = {one.shape[1 - dim] for one in given}
     for start, count in draws.parts(parts):
         part = cut(values, rows, partial(_rows, start=start, count=count, **terms))
-        with draws.of(start, count):
+        with draws.of(start, count), ddp.no_sync() if waits and start + count < rows else nullcontext():
             yield part if len(values) > 1 else part[0]
     reached = [(whole, leaf.grad) for whole, leaf in borders.values() if leaf.grad is not None]
     if reached:

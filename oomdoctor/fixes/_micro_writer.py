@@ -36,8 +36,10 @@ class Writer:
     """Writes one region anew from its plan.
 
     Args:
-        by: the name of ``batch_parts``, where the batch is more than tensors or the step draws random numbers.
+        by: the name of ``batch_parts``, where the batch is more than tensors, the step draws random numbers, or DDP
+            exchanges gradients.
         join: the name of ``join_parts``, where something is carried through the region.
+        ddp: the expression for the model that DDP wraps, where one is called.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Writer:
         parts: int,
         by: str = "",
         join: str = "",
+        ddp: str = "",
     ) -> None:
         self._parsed, self._region, self._step, self._parts, self._by = parsed, region, step, parts, by
         self._join, self._taken, self._cells, self._is_weighed = join, list[str](), cells, False
+        self._ddp = ddp
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
         self._sums = {name: self._fresh(f"batch_{name}") for name in step.summed}
@@ -150,7 +154,8 @@ class Writer:
         head = f"for {', '.join(self._micro.values())} in "
         if self._by:
             dim = f", dim={step.dim}" if step.dim else ""
-            head += f"{self._by}({self._parts}, {', '.join(step.names)}{dim})"
+            ddp = f", ddp={self._ddp}" if self._ddp else ""
+            head += f"{self._by}({self._parts}, {', '.join(step.names)}{dim}{ddp})"
             if step.kind == "dict" and not step.key and self._counted is None:  # it may be emptied in the step
                 self._rows = self._fresh("rows")
                 first = [f"{self._rows} = len(next(iter({self._micro[step.names[0]]}.values())))"]
@@ -158,6 +163,8 @@ class Writer:
             chunks = [f"{name}.chunk({self._parts})" for name in step.names]
             head += chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)}, strict=True)"
         if self._counted is not None:
+            if self._ddp:
+                raise Unfit("a part without targets that count exchanges nothing, and other ranks would wait for it")
             if self._lists:
                 raise Unfit("the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")

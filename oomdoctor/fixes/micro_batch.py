@@ -3,10 +3,10 @@
 In the source, each step, from the first use of the batch to its ``backward``, becomes an inner loop over parts: in a
 loop, a function, a method, a closure or a branch; everything else (zeroing, clipping, the optimizer,
 accounting) stays once per batch. Random numbers are drawn as for the whole batch, and a state that is carried is cut
-and joined again (see ``batch_parts``). A loss that is a mean is weighted by the part's share of the batch, or of the
-entries that count. Reading guesses which, and where the batch is; that the gradients are those of the whole batch up to
-rounding, and that the model treats its samples one by one, is shown by the trial of both programs, which takes another
-way where the guess was wrong.
+and joined again (see ``batch_parts``). What DDP wraps exchanges gradients once, with the last part. A loss that is a
+mean is weighted by the part's share of the batch, or of the entries that count. Reading guesses which, and where the
+batch is; that the gradients are those of the whole batch up to rounding, and that the model treats its samples one by
+one, is shown by the trial of both programs, which takes another way where the guess was wrong.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from oomdoctor.fixes._preconditions import (
     refusing,
     why_no_parts,
 )
+from oomdoctor.fixes.ddp_memory import DDP
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
@@ -174,11 +175,19 @@ def _writer(
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
     cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
-    cuts = cuts or bool(given.get("draws")) or _draws(code, facts)
+    replicas = [text for text, kind in known.models.items() if kind == DDP and _calls(region, text)]
+    ddp = replicas[0] if len(replicas) == 1 else ""
+    cuts = cuts or bool(given.get("draws") or ddp) or _draws(code, facts)
     joins = bool(step.carried or (step.dim and step.gathered))
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
     by = names["batch_parts"] if cuts else ""
-    return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"])
+    return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"], ddp)
+
+
+def _calls(region: Region, text: str) -> bool:
+    """Whether what is called ``text`` is called in a region."""
+    nodes = (node for unit in region.body for node in ast.walk(unit))
+    return any(isinstance(node, ast.Call) and called(node.func) == text for node in nodes)
 
 
 def _goes_through_parts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:

@@ -37,10 +37,11 @@ for x, y in zip(x_all, y_all):
     losses.append(loss.item())
 """
 CHANGED = """
+import oomdoctor
 for x, y in zip(x_all, y_all):
     optimizer.zero_grad()
     batch_loss = 0.0
-    for micro_x, micro_y in zip(x.chunk(2), y.chunk(2), strict=True):
+    for micro_x, micro_y in oomdoctor.batch_parts(2, x, y, ddp=model):
         loss = F.cross_entropy(model(micro_x), micro_y)
         loss = loss * (len(micro_x) / len(x))
         loss.backward()
