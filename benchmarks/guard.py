@@ -22,10 +22,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Final, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 from kernels import Kernel, Reply  # noqa: E402 - of the tests
-from starved import GROUPS, group, started_in  # noqa: E402
+from memory_groups import group, kills, started_in  # noqa: E402 - of the tests
 
 MIB: Final = 1 << 20
 SMALL, LARGE = 512 * MIB, 1024 * MIB
@@ -122,21 +122,12 @@ class Seen(NamedTuple):
 @contextmanager
 def kernel_in(size: int, **env: str) -> Iterator[tuple[Kernel, Path]]:
     """A kernel in a group of this size."""
-    with group() as folder:
-        (folder / "memory.limit_in_bytes").write_text(str(size))
+    with group(size) as folder:
         kernel = Kernel(env, start=partial(started_in, folder))
         try:
             yield kernel, folder
         finally:
             kernel.stop()
-            for pid in (folder / "cgroup.procs").read_text().split():
-                with suppress(OSError):
-                    (GROUPS / "cgroup.procs").write_text(pid)
-
-
-def kills(folder: Path) -> int:
-    """Return how often the kernel has killed in a group."""
-    return int((folder / "memory.oom_control").read_text().split()[-1])
 
 
 def lives(kernel: Kernel) -> bool:
@@ -370,9 +361,7 @@ _ENDS: Final[dict[str, tuple[str, bool]]] = {
 def box(**_: Any) -> Iterator[str]:
     """What the next kernel tells of one that is gone."""
     for name, (cell, is_same) in _ENDS.items():
-        with tempfile.TemporaryDirectory() as scratch, group() as folder, group() as other:
-            for one in (folder, other):
-                (one / "memory.limit_in_bytes").write_text(str(SMALL))
+        with tempfile.TemporaryDirectory() as scratch, group(SMALL) as folder, group(SMALL) as other:
             home = Path(scratch)
             kernel = Kernel(start=partial(_started_at, home, folder))
             answered(kernel, "%load_ext oomdoctor")
