@@ -29,7 +29,7 @@ from memory_groups import group, kills, started_in  # noqa: E402 - of the tests
 
 MIB: Final = 1 << 20
 SMALL, LARGE = 512 * MIB, 1024 * MIB
-LONGEST_S: Final = 900.0
+LONGEST_S: Final = 600.0
 _PIECES: Final = "import numpy as np\nkept = []\nwhile True:\n    kept.append(np.ones({size} << 17))"
 _TRAIN: Final = """\
 for x, y in loader:
@@ -131,8 +131,13 @@ def kernel_in(size: int, **env: str) -> Iterator[tuple[Kernel, Path]]:
 
 
 def lives(kernel: Kernel) -> bool:
+    return ended_with(kernel) is None
+
+
+def ended_with(kernel: Kernel) -> int | None:
     process: Any = kernel._process
-    return process.poll() is None
+    status: int | None = process.poll()
+    return status
 
 
 def answered(kernel: Kernel, cell: str) -> Reply | None:
@@ -173,7 +178,7 @@ def run(program: Program, *, guarded: bool) -> Seen:
             lives=after is not None and after.stdout.strip() == "42",
             raised="no answer"
             if reply is None and lives(kernel)
-            else "killed"
+            else f"ended with {ended_with(kernel)}"
             if reply is None
             else told["ename"]
             if told
