@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
+
 from kernels import Kernel, Reply  # noqa: E402 - of the tests
 from memory_groups import group, kills, started_in  # noqa: E402 - of the tests
 

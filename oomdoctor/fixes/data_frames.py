@@ -5,11 +5,12 @@
 with five thousand values takes. The numbers are the same; the columns have a sparse type, which some libraries take
 for no numbers until ``to_dense``.
 
-``category_columns``: a reader of pandas makes an object for each text. As a category each text is kept once, and a row
-takes one to four bytes. ``narrow_columns``: it reads numbers with a point as float64; as float32 they take half and
-keep 7 digits instead of 16. Which columns these are is told by the first 10,000 rows, which the changed line reads
-before: a column of texts counts where fewer than half of them are unlike. Both are for files by their name: one that
-is open could not be read twice.
+``category_columns``: texts that a reader of pandas makes are objects, of which a row takes eight bytes, and each part
+of the file has its own. As a category each text is kept once, and a row takes one to four bytes. ``narrow_columns``:
+it reads numbers with a point as float64; as float32 they take half and keep 7 digits instead of 16. Which columns
+these are is told by the first 10,000 rows, which the changed line reads before: a column of texts counts where fewer
+than half of them are unlike. Both are for files by their name: one that is open could not be read twice. What each
+saves: `benchmarks/results/data_frames.txt`.
 
 None of them keeps the result bit for bit, so none is taken without asking. There is no live form: what was read is
 there. Parts that ``np.concatenate`` joins are not filled into one array here: how many there will be, and who else
