@@ -22,14 +22,15 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Final, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
 
 from kernels import Kernel, Reply  # noqa: E402 - of the tests
-from starved import GROUPS, group, started_in  # noqa: E402
+from memory_groups import group, kills, started_in  # noqa: E402 - of the tests
 
 MIB: Final = 1 << 20
 SMALL, LARGE = 512 * MIB, 1024 * MIB
-LONGEST_S: Final = 900.0
+LONGEST_S: Final = 600.0
 _PIECES: Final = "import numpy as np\nkept = []\nwhile True:\n    kept.append(np.ones({size} << 17))"
 _TRAIN: Final = """\
 for x, y in loader:
@@ -122,26 +123,22 @@ class Seen(NamedTuple):
 @contextmanager
 def kernel_in(size: int, **env: str) -> Iterator[tuple[Kernel, Path]]:
     """A kernel in a group of this size."""
-    with group() as folder:
-        (folder / "memory.limit_in_bytes").write_text(str(size))
+    with group(size) as folder:
         kernel = Kernel(env, start=partial(started_in, folder))
         try:
             yield kernel, folder
         finally:
             kernel.stop()
-            for pid in (folder / "cgroup.procs").read_text().split():
-                with suppress(OSError):
-                    (GROUPS / "cgroup.procs").write_text(pid)
-
-
-def kills(folder: Path) -> int:
-    """Return how often the kernel has killed in a group."""
-    return int((folder / "memory.oom_control").read_text().split()[-1])
 
 
 def lives(kernel: Kernel) -> bool:
+    return ended_with(kernel) is None
+
+
+def ended_with(kernel: Kernel) -> int | None:
     process: Any = kernel._process
-    return process.poll() is None
+    status: int | None = process.poll()
+    return status
 
 
 def answered(kernel: Kernel, cell: str) -> Reply | None:
@@ -182,7 +179,7 @@ def run(program: Program, *, guarded: bool) -> Seen:
             lives=after is not None and after.stdout.strip() == "42",
             raised="no answer"
             if reply is None and lives(kernel)
-            else "killed"
+            else f"ended with {ended_with(kernel)}"
             if reply is None
             else told["ename"]
             if told
@@ -370,9 +367,7 @@ _ENDS: Final[dict[str, tuple[str, bool]]] = {
 def box(**_: Any) -> Iterator[str]:
     """What the next kernel tells of one that is gone."""
     for name, (cell, is_same) in _ENDS.items():
-        with tempfile.TemporaryDirectory() as scratch, group() as folder, group() as other:
-            for one in (folder, other):
-                (one / "memory.limit_in_bytes").write_text(str(SMALL))
+        with tempfile.TemporaryDirectory() as scratch, group(SMALL) as folder, group(SMALL) as other:
             home = Path(scratch)
             kernel = Kernel(start=partial(_started_at, home, folder))
             answered(kernel, "%load_ext oomdoctor")

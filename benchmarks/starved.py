@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 import kernel_forks  # noqa: E402 - of the tests
 from kernels import Kernel  # noqa: E402 - of the tests
+from memory_groups import group, started_in  # noqa: E402 - of the tests
 
 MIB: Final = 1 << 20
 ROOMS: Final = (0, 16, 32, 64)
@@ -45,7 +44,6 @@ PROGRAMS: Final = {
 WAYS: Final = ("without", "with", "in a hurry")
 ROOM_FOR_USER: Final = 500 * MIB
 IMPOSSIBLE: Final = 1 << 50
-GROUPS: Final = Path("/sys/fs/cgroup/memory")
 LONGEST_S: Final = 60.0
 IDLE_S: Final = 40.0
 TARGET: Final = 0.95
@@ -106,28 +104,6 @@ class Seen:
     diagnosed: bool = False
     loaded_torch: bool = False
     why: str = ""
-
-
-@contextmanager
-def group() -> Iterator[Path]:
-    """Make a memory cgroup; it is gone afterwards."""
-    folder = GROUPS / f"oomdoctor-starved-{os.getpid()}-{time.monotonic_ns()}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        for _ in range(100):
-            with suppress(OSError):
-                folder.rmdir()
-                break
-            time.sleep(0.05)
-
-
-def started_in(folder: Path, argv: list[str], env: dict[str, str], cwd: str) -> subprocess.Popen[bytes]:
-    """Start a kernel in a cgroup."""
-    command = ["sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$0" "$@"', sys.executable]
-    command += ["-m", "ipykernel_launcher", *argv, f"--IPKernelApp.parent_handle={os.getpid()}"]
-    return subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def observed(run: Run) -> Seen:

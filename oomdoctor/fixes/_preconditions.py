@@ -16,6 +16,7 @@ from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Proposal
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Holding, HostMemory, Role
+from oomdoctor.model.session import Cells
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
@@ -272,6 +273,21 @@ def check_host(incident: Incident) -> None:
     """Raise ``Unfit`` where memory of the host is not what is missing."""
     if incident.family not in _FAMILIES and incident.device != "cpu":
         raise Unfit("a device ran out of memory, and this saves memory of the host alone")
+
+
+def asking_line(incident: Incident, evidence: Evidence, is_it: Callable[[str], bool]) -> Dose | None:
+    """Return cell and line of the user's that asked for host memory, None where no text of a line shows it."""
+    for line in (incident.inner, incident.cell):
+        if line is not None and line.line is not None and is_it(line.source_line):
+            number = (evidence.code.failing_cell or 0) if line.number is None else line.number
+            return Dose.of(cell=number, line=line.line)
+    return None
+
+
+def is_opened(cells: Cells, name: str) -> bool:
+    """Whether a cell binds ``name`` to an open file, or to one in memory."""
+    bound = rf"\b{re.escape(name)}\b\s*=\s*(?:io\.)?(?:BytesIO|StringIO|open)\(|\bas {re.escape(name)}\b"
+    return any(re.search(bound, cell.source) for cell in cells.history)
 
 
 def check_host_room(evidence: Evidence, size: int, *, is_simulated: bool = False) -> None:

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing
+from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
 from oomdoctor.model.incident import Incident
@@ -89,7 +89,7 @@ def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Prop
     """Propose it where a checkpoint was loaded, onto the device or in the line that failed."""
     load = evidence.code.first("load_mmap")
     there = Dose.of(cell=load.cell, line=load.line) if load is not None else None
-    dose = need(there or _line(incident, evidence, lambda text: f"{_LOAD}(" in text), _NOWHERE)
+    dose = need(there or asking_line(incident, evidence, lambda text: f"{_LOAD}(" in text), _NOWHERE)
     held = evidence.census.bytes_of(Role.USER_TENSOR)
     saves = held or incident.requested or 0
     if not saves:
@@ -114,12 +114,7 @@ def _patch_checkpoint(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     for call in _destinations(cells, place, statement, load):
         if any(arg.keyword is not None and arg.keyword.value == "assign" for arg in call.args):
             raise Unfit("the checkpoint takes the place of the parameters (`assign`), which would then be on the host")
-    return _edited(cells, place, {load: _to_host(load, _can_map(cells, load))})
-
-
-def _edited(cells: Cells, place: EditPlace, changes: dict[cst.CSTNode, rewriting.New]) -> Patch | Refused:
-    module = rewriting.exchange(place.parsed.module, changes)
-    return rewriting.join(cells, [rewriting.edit(cells, place.cell, place.parsed, module)])
+    return rewriting.edited(cells, place, {load: _to_host(load, _can_map(cells, load))})
 
 
 def _to_host(call: cst.Call, mapped: bool) -> cst.Call:
@@ -136,13 +131,7 @@ def _can_map(cells: Cells, load: cst.Call) -> bool:
     source = load.args[0].value
     if isinstance(source, cst.Call) and text_of(source.func).rpartition(".")[2] not in {"join", "Path", "str"}:
         return False
-    return not _is_opened(cells, text_of(source)) and not any(_SAVES.search(cell.source) for cell in cells.history)
-
-
-def _is_opened(cells: Cells, name: str) -> bool:
-    """Whether a cell binds ``name`` to an open file, or to one in memory."""
-    bound = rf"\b{re.escape(name)}\b\s*=\s*(?:io\.)?(?:BytesIO|open)\(|\bas {re.escape(name)}\b"
-    return any(re.search(bound, cell.source) for cell in cells.history)
+    return not is_opened(cells, text_of(source)) and not any(_SAVES.search(cell.source) for cell in cells.history)
 
 
 def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call]:
@@ -222,7 +211,7 @@ _MAKES_NONE: Final = "the line that ran out of memory makes no float64 of which 
 def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where reading the array is what failed."""
     check_host(incident)
-    dose = need(_line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS)), _READS_NONE)
+    dose = need(asking_line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS)), _READS_NONE)
     if not incident.requested:
         raise Unfit("how large the array is that was read is not known")
     yield Proposal(
@@ -240,7 +229,7 @@ def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal
     check_host(incident)
     if _WHOLE.search(incident.message):
         raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
-    dose = _line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
+    dose = asking_line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
     dose = need(dose, "nothing shows that float64 was asked for")
     if not incident.requested:
         raise Unfit("how much memory was asked for is not known")
@@ -251,15 +240,6 @@ def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal
         basis=f"half of the {format_size(incident.requested)} that were asked for in float64",
         caveat="numbers keep 7 digits instead of 16, and what is computed from them becomes float32 as well",
     )
-
-
-def _line(incident: Incident, evidence: Evidence, is_it: Callable[[str], bool]) -> Dose | None:
-    """Return cell and line of the user's that asked for the array, None where no text of a line shows it."""
-    for line in (incident.inner, incident.cell):
-        if line is not None and line.line is not None and is_it(line.source_line):
-            number = (evidence.code.failing_cell or 0) if line.number is None else line.number
-            return Dose.of(cell=number, line=line.line)
-    return None
 
 
 @refusing
@@ -276,7 +256,7 @@ def _patch_mapped(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refus
         for line in _NOT_CODE.sub("", cell.source).splitlines():
             if _SHARES.search(line) and not any(f"{load}(" in line for load in _LOADS):
                 raise Unfit(f"`{line.strip()}` of {cell} may share memory with the array, and write to it unchecked")
-    return _edited(cells, place, {load: with_keyword(load, "mmap_mode", '"r"') for load in loads})
+    return rewriting.edited(cells, place, {load: with_keyword(load, "mmap_mode", '"r"') for load in loads})
 
 
 def _check_mappable(cells: Cells, load: cst.Call) -> None:
@@ -286,7 +266,7 @@ def _check_mappable(cells: Cells, load: cst.Call) -> None:
     text = text_of(source.value)
     if ".npz" in text:
         raise Unfit("arrays of an .npz file are packed together and cannot be mapped")
-    if "open(" in text or "BytesIO" in text or _is_opened(cells, text):
+    if "open(" in text or "BytesIO" in text or is_opened(cells, text):
         raise Unfit("the array is read from an open file, which cannot be mapped by its name")
     for cell in cells.history:
         found = _SAVING.finditer(_NOT_CODE.sub("", cell.source))
@@ -308,7 +288,7 @@ def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refus
         raise Unfit(f"line {place.line} of {place.cell} makes several arrays of float64")
     if not narrowed:
         raise Unfit(_MAKES_NONE)
-    return _edited(cells, place, narrowed)
+    return rewriting.edited(cells, place, narrowed)
 
 
 def _narrowed(call: cst.Call) -> cst.Call | None:

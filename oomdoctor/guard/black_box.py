@@ -5,8 +5,9 @@ SIGKILL too. It says which kernel it is, and while a cell runs which one, at whi
 lock on it tells that its process is alive, in containers that share the folder as well. A record whose process is gone
 while a cell was running is told once, by the next kernel in the same place; a clean end leaves none.
 
-What proves that the kernel's OOM killer ended a process is its counter for the memory cgroup, where it rose. A
-container that was restarted has a new one: then how full the memory was makes it probable, and no more.
+What proves that the kernel's OOM killer ended a process is its counter for the memory cgroup, where it rose after the
+last look of that process: workers and copies that were killed before are in what it has seen. A container that was
+restarted has a new counter: then how full the memory was makes it probable, and no more.
 
 Limits: Linux and macOS, where files can be locked. A record on a file system without locks is left alone.
 """
@@ -33,26 +34,28 @@ except ImportError:  # Windows
     fcntl = None
 
 SIZE: Final = 4096
-_NOW: Final = struct.Struct("<qqqqqq240s")
-"""Whether a cell runs, its line, RSS, use and limit of the memory that binds, when that was, and the line's text."""
+_NOW: Final = struct.Struct("<qqqqqqq240s")
+"""Whether a cell runs, its line, RSS, use and limit of the memory that binds, kills, when that was, the line's text."""
 _LENGTH: Final = struct.Struct("<q")
 _NAMES: Final = _NOW.size + _LENGTH.size
 _SUFFIX: Final = ".oomdoctor"
 _KEPT_S: Final = 30 * 86_400
 """Age from which a record that nobody has come back to is removed."""
 _NEAR_RATIO: Final = 0.8
+_UNKNOWN: Final = -1
 _LONGEST: Final = 100
 _LONGEST_TEXT: Final = 1_500
 
 
 class Now(NamedTuple):
-    """What a record says of the moment, sizes in bytes."""
+    """What a record says of the moment, sizes in bytes; ``kills`` is the group's counter, below zero for unknown."""
 
     running: int
     line: int
     rss: int
     used: int
     limit: int
+    kills: int
     at_ns: int
     text: bytes
 
@@ -62,7 +65,7 @@ class Record:
 
     Args:
         folder: where it is.
-        facts: what does not change: the place, the group and its counter of kills.
+        facts: what does not change: the place and the group.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -73,22 +76,25 @@ class Record:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._descriptor, self._map = descriptor, mmap.mmap(descriptor, SIZE)  # shared, so that it is no data
 
-    def begin(self, number: int, source: str, kills: int | None) -> None:
+    def begin(self, number: int, source: str) -> None:
         """Note the cell that begins."""
-        told = {**self._facts, "cell": number, "kills": kills, "source": source[:_LONGEST_TEXT]}
+        told = {**self._facts, "cell": number, "source": source[:_LONGEST_TEXT]}
         text = json.dumps(told).encode()
         if len(text) > SIZE - _NAMES:
             text = json.dumps({**told, "source": source[: _LONGEST_TEXT // 6]}).encode()[: SIZE - _NAMES]
         self._map[_NOW.size : _NAMES + len(text)] = _LENGTH.pack(len(text)) + text
-        self.note(running=1)
+        self.note(kills=None)
 
-    def note(self, *, running: int, line: int = 0, text: str = "", rss: int = 0, used: int = 0, limit: int = 0) -> None:
-        """Note the moment."""
-        _NOW.pack_into(self._map, 0, running, line, rss, used, limit, time.time_ns(), text.encode()[:240])
+    def note(
+        self, *, kills: int | None, line: int = 0, text: str = "", rss: int = 0, used: int = 0, limit: int = 0
+    ) -> None:
+        """Note the moment, in which a cell runs."""
+        counter = _UNKNOWN if kills is None else kills
+        _NOW.pack_into(self._map, 0, 1, line, rss, used, limit, counter, time.time_ns(), text.encode()[:240])
 
     def end(self) -> None:
         """Note that no cell is running."""
-        _NOW.pack_into(self._map, 0, 0, 0, 0, 0, 0, time.time_ns(), b"")
+        _NOW.pack_into(self._map, 0, 0, 0, 0, 0, 0, _UNKNOWN, time.time_ns(), b"")
 
     def remove(self) -> None:
         """Remove it: this kernel ends as it should."""
@@ -181,17 +187,17 @@ def verdict(facts: Mapping[str, Any], now: Now, group: str, kills: int | None) -
     held = f" The kernel held {format_size(now.rss)}." if now.rss else ""
     if now.limit:
         held += f" {format_size(now.used)} of {format_size(now.limit)} were in use."
-    before, is_same = facts.get("kills"), facts.get("group") == group and facts.get("system") == system()
+    is_same = facts.get("group") == group and facts.get("system") == system()
     is_full = now.limit > 0 and now.used >= _NEAR_RATIO * now.limit
-    if is_same and before is not None and kills is not None and kills > before:
+    if is_same and now.kills != _UNKNOWN and kills is not None and kills > now.kills:
         what, proof = (
             "The OOM killer ended the last kernel in",
-            f"The kill counter of this group rose by {kills - before}.",
+            f"The kill counter of this group rose by {kills - now.kills} after its last look.",
         )
-    elif is_same and before is not None and kills is not None:
+    elif is_same and now.kills != _UNKNOWN and kills is not None:
         what, proof = (
             "Something else than the OOM killer ended the last kernel in",
-            "The kill counter of this group did not rise.",
+            "The kill counter of this group did not rise after its last look.",
         )
     elif is_full:
         what, proof = (

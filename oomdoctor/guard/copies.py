@@ -5,25 +5,24 @@ thread that would move it, so it is lifted there. Where the memory of the group 
 end a worker and not the notebook.
 
 Limits: hooks of a fork cannot be taken away; without a guard they do nothing. A worker that is started anew, by
-``spawn``, is no copy.
+``spawn``, is no copy: it begins without the limit (see ``exemptions``), and with the score of the kernel.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
+from oomdoctor.sandbox.fork import go_first
+
 _SCORE: Final = 500
-_MOST: Final = 1000
-_guards: Final[list[Callable[[], None]]] = []
+_guards: Final[list[Callable[[], bool]]] = []
 _is_registered = False
 
 
-def register(be_a_copy: Callable[[], None]) -> None:
-    """Have ``be_a_copy`` called in each copy that is forked from now on."""
+def register(be_a_copy: Callable[[], bool]) -> None:
+    """Have ``be_a_copy`` called in each copy that is forked from now on; it tells whether the kernel is to end it."""
     global _is_registered
     _guards.append(be_a_copy)
     if not _is_registered and hasattr(os, "register_at_fork"):
@@ -31,20 +30,13 @@ def register(be_a_copy: Callable[[], None]) -> None:
         _is_registered = True
 
 
-def unregister(be_a_copy: Callable[[], None]) -> None:
+def unregister(be_a_copy: Callable[[], bool]) -> None:
     """Have it called no more."""
     if be_a_copy in _guards:
         _guards.remove(be_a_copy)
 
 
-def put_first() -> None:
-    """Raise the score by which the kernel chooses whom it ends. Source: proc_pid_oom_score_adj(5)."""
-    path = Path("/proc/self/oom_score_adj")
-    with suppress(OSError, ValueError):
-        score = int(path.read_text(encoding="ascii"))
-        path.write_text(str(min(score + _SCORE, _MOST)), encoding="ascii")
-
-
 def _in_copy() -> None:
     for be_a_copy in _guards:
-        be_a_copy()
+        if be_a_copy():
+            go_first(_SCORE)

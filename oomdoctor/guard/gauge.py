@@ -30,7 +30,7 @@ _MOST: Final = 1 << 14
 """Bytes of a table that are read; ``memory.stat`` and ``meminfo`` have up to 3 KiB."""
 _LEAST_MARGIN, _MOST_MARGIN = 64 * MIB, 512 * MIB
 _MARGIN_SHARE: Final = 32
-_MACHINE_EVERY: Final = 16
+_MACHINE_EVERY_S: Final = 1.0
 _STAT_EVERY_S: Final = 1.0
 _CLOSE: Final = 256 * MIB
 """Room up to which ``memory.stat`` is read each time; farther from the limit the page cache of a second ago will do. To
@@ -82,7 +82,7 @@ class Gauge:
         self._process = _Table.opened(root / "proc/self/statm")
         self._groups_file = _Table.opened(root / "proc/self/cgroup")
         self._seen_machine: Reading | None = None
-        self._looks, self._is_group_nearer = 0, False
+        self._seen_machine_s, self._is_group_nearer = -_MACHINE_EVERY_S, False
         self.own_group: Path | None = None
         self._kills: _Table | None = None
         self.refresh()
@@ -140,9 +140,10 @@ class Gauge:
 
         The machine is looked at now and then where a group is nearer to its limit: to read it takes as long.
         """
-        self._looks += 1
-        if self._seen_machine is None or self._looks % _MACHINE_EVERY == 0 or self._is_near(self._seen_machine):
-            self._seen_machine = self.machine()
+        now_s = time.monotonic()
+        is_old = now_s - self._seen_machine_s > _MACHINE_EVERY_S
+        if self._seen_machine is None or is_old or self._is_near(self._seen_machine):
+            self._seen_machine, self._seen_machine_s = self.machine(), now_s
         found = min(self._readings(), key=_room, default=None)
         self._is_group_nearer = found is not None and found.name == GROUP
         return found
@@ -286,3 +287,10 @@ def _of_psutil() -> Reading | None:
         return None
     used = int(found.total - found.available)
     return Reading(limit=int(found.total), used=used, usage=used, swap=0, name=MACHINE)
+
+
+def resident() -> int:
+    """Return the resident set of this process, where the system has no limit that refuses."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -11,7 +11,6 @@ Limits: threads' stacks and free memory inside ``malloc`` count as mapped. Page-
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -25,8 +24,6 @@ LEAST: Final = 16 * MIB
 that does not expect to be refused a small request ends the process. ZeroMQ does."""
 _MATTERS: Final = 8
 """Share of what is free from which untouched memory is counted exactly."""
-_kept: int = sys.maxsize
-"""Bytes kept back that were still resident when they were last counted: they become only fewer."""
 LEAST_SHARE: Final = 4
 """One part in so many of what is really left is the most that it may be."""
 CEILING: Final = "%%memlimit"
@@ -43,6 +40,7 @@ class Refusal:
     def __init__(self, gauge: Gauge, ceiling: int | None) -> None:
         self._gauge = gauge
         self._data, self._anon = self._read()
+        self._kept = reserve.most_resident()
         self._floor = self._least = 0
         self._ceiling = None if ceiling is None else self._data + ceiling
         self.untouched = 0
@@ -55,15 +53,14 @@ class Refusal:
     def _untouched(self, data: int, anon: int, free: int) -> int:
         """Return what the cell has mapped and not touched.
 
-        Pages that were kept back and that the kernel has taken since look as if they were. To count them takes 0.3 ms,
-        so they are counted where it matters.
+        Pages that were kept back and that the kernel has taken since, or that were let go, look as if they were. To
+        count them takes 0.3 ms, so they are counted where it matters.
         """
-        global _kept
         found = max((data - self._data) - (anon - self._anon), 0)
-        if found > free // _MATTERS and (kept := reserve.address_space()):
-            before, _kept = min(kept, _kept), reserve.resident()
-            found = max(found - max(before - _kept, 0), 0)
-            self._anon -= max(before - _kept, 0)
+        if found > free // _MATTERS and self._kept:
+            gone, self._kept = max(self._kept - (now := reserve.resident()), 0), now
+            found = max(found - gone, 0)
+            self._anon -= gone
         return found
 
     def begin(self, free: int | None, margin: int) -> None:

@@ -1,6 +1,6 @@
 """Watches over the cells of one shell: sets the limit when one begins, looks while it runs, lifts it at its end.
 
-One thread of ours looks, and only while a cell of the user's runs. It looks the oftener the less is left: each 250 ms
+One thread of ours looks, and only while a cell of the user's runs. It looks the oftener the less is left: each second
 far from the limit, each 10 ms near it, as fast as memory could be filled in between.
 
 Copies that the user's program forks begin without the limit and without the thread, and are the first that the kernel
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.guard import copies, file_mappings
+from oomdoctor.guard import copies, exemptions
 from oomdoctor.guard.black_box import Record
-from oomdoctor.guard.gauge import GROUP, Gauge, Reading
+from oomdoctor.guard.gauge import GROUP, Gauge, Reading, resident
 from oomdoctor.guard.interrupt import Interrupt
 from oomdoctor.guard.refusal import CEILING, LEAST, LEAST_SHARE, Refusal
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import data_limit, reserve
 
-FAR_S: Final = 0.25
+FAR_S: Final = 1.0
 NEAR_S: Final = 0.01
 _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
@@ -105,7 +105,7 @@ class Watch:
     def begin(self) -> None:
         """Take the signal; the thread begins with the first cell."""
         self.interrupt.install()
-        file_mappings.install(self.apart)
+        exemptions.install(self.apart)
         data_limit.left = self._left
         copies.register(self.be_a_copy)
 
@@ -117,7 +117,7 @@ class Watch:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=1.0)
         self.interrupt.remove()
-        file_mappings.remove()
+        exemptions.remove()
         data_limit.left = data_limit.untold
         if self.record is not None:
             self.record.remove()
@@ -153,7 +153,7 @@ class Watch:
         if mode != "auto":
             return mode == "on"
         asked, answer = self._is_short
-        if (now := time.monotonic()) - asked > 1.0 or self.gauge.own_group != self._asked_in:
+        if (now := time.monotonic()) - asked > FAR_S or self.gauge.own_group != self._asked_in:
             self._asked_in = self.gauge.own_group
             answer = bool(self.why_on())
             self._is_short = now, answer
@@ -195,11 +195,11 @@ class Watch:
             cell.refusal = Refusal(self.gauge, ceiling)
             self._keep(cell, reading if is_on else None, begins=True)
         elif ceiling is not None:
-            cell.ceiling, cell.start = ceiling, _resident()
+            cell.ceiling, cell.start = ceiling, resident()
         if self.record is not None:
-            self.record.begin(number, source, self.gauge.kills())
-            self._note(self.record, reading, line=None)
-        file_mappings.install_late()
+            self.record.begin(number, source)
+            self._note(cell, reading, None)
+        exemptions.install_late()
         self.interrupt.cancel()
         self._cell = cell
         self._begin_thread()
@@ -210,7 +210,7 @@ class Watch:
         if cell.refusal is None:
             return
         free, margin = (None, 0) if reading is None else (reading.free, reading.margin(self.terms().margin))
-        margin = OWN_MARGIN if cell.is_ours else margin
+        margin = min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE) if cell.is_ours else margin
         (cell.refusal.begin if begins else cell.refusal.keep)(free, margin)
 
     def raised(self) -> None:
@@ -326,10 +326,10 @@ class Watch:
             if self._cell is not cell or cell.paused:
                 return FAR_S
             self._keep(cell, reading if cell.is_watched else None)
+        line = None if cell.is_ours else line_of_cell(threading.main_thread().ident, self._globals)
+        self._note(cell, reading, line)
         if cell.is_ours:
-            return NEAR_S
-        if self.record is not None:
-            self._note(self.record, reading, line=line_of_cell(threading.main_thread().ident, self._globals))
+            return NEAR_S if reading is None else _pause_s(reading.free - OWN_MARGIN)
         return self._interrupt(cell, reading)
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
@@ -337,7 +337,7 @@ class Watch:
         if self.interrupt.raised != cell.raised:  # it goes on: it has caught the error, or cleans up
             cell.raised, cell.start = self.interrupt.raised, cell.start + _AGAIN
             cell.most = (reading.used if reading is not None else 0) + _AGAIN
-        if cell.ceiling is not None and (grown := _resident() - cell.start) > cell.ceiling:
+        if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
             self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
             return NEAR_S
         if reading is None or not cell.is_watched:
@@ -347,19 +347,17 @@ class Watch:
             self.interrupt.send(reading)
             return NEAR_S
         self.interrupt.cancel()
-        return NEAR_S if cell.ceiling is not None else min(max(left / _FASTEST, NEAR_S), FAR_S)
+        return NEAR_S if cell.ceiling is not None else _pause_s(left)
 
-    def _note(self, record: Record, reading: Reading | None, *, line: int | None) -> None:
-        cell = self._cell
-        process = self.gauge.process()
-        text = ""
-        if line is not None and cell is not None:
-            lines = cell.source.split("\n")
-            text = lines[line - 1] if 0 < line <= len(lines) else ""
-        record.note(
-            running=1,
+    def _note(self, cell: _Cell, reading: Reading | None, line: int | None) -> None:
+        """Note the moment in the record, where there is one; what has failed in no cell is not told of."""
+        if self.record is None or not cell.source:
+            return
+        process, lines = self.gauge.process(), cell.source.split("\n")
+        self.record.note(
+            kills=self.gauge.kills(),
             line=line or 0,
-            text=text,
+            text=lines[line - 1] if line is not None and 0 < line <= len(lines) else "",
             rss=0 if process is None else process[1],
             used=0 if reading is None else reading.used,
             limit=0 if reading is None else reading.limit,
@@ -367,19 +365,16 @@ class Watch:
 
     # In forked copies -----------------------------------------------------------------------------------------
 
-    def be_a_copy(self) -> None:
-        """Leave a forked copy unguarded, and let the kernel take it first."""
+    def be_a_copy(self) -> bool:
+        """Leave a forked copy unguarded; return whether a cell was guarded, so that the kernel is to take it first."""
         was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.is_ours
         self._cell, self.record, self._thread = None, None, None
         self._lock, self._wake = threading.RLock(), threading.Event()
         self.interrupt.cancel()
         data_limit.lift_in_copy()
-        if was_guarded:
-            copies.put_first()
+        return was_guarded
 
 
-def _resident() -> int:
-    """Return the resident set of this process, where the system has no limit that refuses."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+def _pause_s(left: int) -> float:
+    """Return the seconds in which no program can fill what is left."""
+    return min(max(left / _FASTEST, NEAR_S), FAR_S)

@@ -248,6 +248,11 @@ def edit(
     return Edit(cell=cell.number, before=cell.source, after=after, replay=replay)
 
 
+def edited(cells: Cells, place: EditPlace, changes: Mapping[cst.CSTNode, New]) -> Patch | Refused:
+    """Return the cell of ``place`` with other nodes."""
+    return join(cells, [edit(cells, place.cell, place.parsed, exchange(place.parsed.module, changes))])
+
+
 def at_sites(
     cells: Cells,
     sites: Sequence[Located],

@@ -46,6 +46,8 @@ _kept: Final[list[tuple[int, int, int]]] = []
 _NOTHING: Final = 0, 0, 0
 _owner = 0
 _released = 0
+_most_resident = 0
+"""Bytes of what is kept that were resident when they were last counted: until memory is kept anew they become fewer."""
 
 
 def take(free: int, limit: int, *, populated: bool) -> int:
@@ -55,7 +57,7 @@ def take(free: int, limit: int, *, populated: bool) -> int:
         free: bytes that can still be had below ``limit``.
         populated: whether its pages are to be there, because the limit counts pages.
     """
-    global _owner, _released
+    global _owner, _released, _most_resident
     if address_space() > FOR_MESSAGES:
         return address_space()
     let_go()
@@ -74,7 +76,7 @@ def take(free: int, limit: int, *, populated: bool) -> int:
     if populated:
         libc.madvise(address, size, mmap.MADV_FREE)
     _kept.append((address, size, size if populated else 0))
-    _released = 0
+    _released, _most_resident = 0, size if populated else 0
     return size
 
 
@@ -133,12 +135,18 @@ def released() -> int:
 
 def resident() -> int:
     """Return how many bytes of this process's resident set are kept back, those that the kernel has not taken."""
+    global _most_resident
     address, _, touched = _own()
-    if not touched:
-        return 0
     pages = ctypes.create_string_buffer(touched // mmap.PAGESIZE)
-    _libc().mincore(address, touched, pages)
-    return pages.raw.count(b"\1") * mmap.PAGESIZE
+    if touched:
+        _libc().mincore(address, touched, pages)
+    _most_resident = pages.raw.count(b"\1") * mmap.PAGESIZE
+    return _most_resident
+
+
+def most_resident() -> int:
+    """Return what ``resident`` returns at most; to count takes 0.3 ms."""
+    return min(_most_resident, _own()[2])
 
 
 def process_resident() -> int:

@@ -9,7 +9,6 @@ they write to no file, show nothing, ask nothing and start no thread. Nothing is
 from __future__ import annotations
 
 import builtins
-import contextlib
 import ctypes
 import io
 import os
@@ -20,10 +19,9 @@ import tempfile
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import Any, Final
 
-from oomdoctor.sandbox import data_limit
+from oomdoctor.sandbox import data_limit, fork
 
 
 class Blocked(PermissionError):
@@ -43,9 +41,7 @@ def raise_limits() -> None:
     if (left := data_limit.left()) is not None:
         _limit_data(left)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # Should the machine run out of memory, this process is to go, not the user's.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    fork.go_first(fork.MOST_SCORE)  # and not the user's process
 
 
 def bound_memory(processes: int = 1) -> None:

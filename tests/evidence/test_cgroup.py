@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import memory_groups
 import pytest
 from trees import GIB, MIB, RECLAIMABLE, UNLIMITED, mount, of, plant, v1_group, v2_group
 
@@ -167,7 +166,6 @@ def test_statistics_of_an_old_kernel_leave_only_what_they_lack_unknown(tmp_path:
 # Real groups ----------------------------------------------------------------------------------------------------
 
 LIMIT = 512 * MIB
-CONTROLLER = Path("/sys/fs/cgroup/memory")
 
 INSIDE = """\
 import json, os, sys, time
@@ -188,37 +186,10 @@ def fill(size):
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A real v1 memory group with a limit, and one inside of it without."""
-    if sys.platform != "linux" or not (CONTROLLER / "memory.limit_in_bytes").exists():
-        pytest.skip("there is no cgroup v1 memory controller at /sys/fs/cgroup/memory")
-    outer = CONTROLLER / f"oomdoctor_test_{os.getpid()}"
-    inner = outer / "inner"
-    try:
-        outer.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory group can be made here: {error}")
-    try:
-        (outer / "memory.limit_in_bytes").write_text(str(LIMIT))
-        inner.mkdir()
+    if not memory_groups.can_make_groups():
+        pytest.skip("groups need root and cgroup v1")
+    with memory_groups.group(LIMIT, inner="inner") as inner:
         yield inner
-    finally:
-        for folder in (inner, outer):
-            _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a group, whose last process may not be gone yet."""
-    if not folder.exists():
-        return
-    for pid in (folder / "cgroup.procs").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
-    for _ in range(100):
-        try:
-            folder.rmdir()
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    folder.rmdir()
 
 
 def inside(group: Path, body: str, *args: str) -> list[dict[str, Any]]:

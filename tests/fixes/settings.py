@@ -64,6 +64,7 @@ _ONE_PROCESS: Final = Settings(elsewhere="it is for several ranks, and the famil
 SETTINGS: Final[Mapping[str, Settings]] = {
     **dict.fromkeys(("fewer_workers", "prefetch", "pin_memory_off", "persistent_workers_off"), _HOST_ONLY),
     **dict.fromkeys(("sharing_strategy", "memmap_array", "narrow_dtype"), _HOST_ONLY),
+    **dict.fromkeys(("sparse_dummies", "category_columns", "narrow_columns"), _HOST_ONLY),
     **dict.fromkeys(("ddp_settings", "dp_to_ddp", "fsdp2", "zero_optimizer"), _ONE_PROCESS),
     "autocast": Settings(
         heals=(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -13,10 +9,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import memory_groups
 import pytest
 from kernels import Kernel, Reply
 
-GROUPS = Path("/sys/fs/cgroup/memory")
 SIZE = 384 << 20
 PIECES = "import numpy as np\nkept = []\nwhile True:\n    kept.append(np.ones(16 << 17))"
 WORKERS = """\
@@ -33,44 +29,17 @@ for pid in pids:
 """
 
 
-def can_make_groups() -> bool:
-    try:
-        (folder := GROUPS / f"oomdoctor-tests-{os.getpid()}").mkdir()
-        folder.rmdir()
-    except OSError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not can_make_groups(), reason="it needs root and cgroup v1")
+pytestmark = pytest.mark.skipif(not memory_groups.can_make_groups(), reason="it needs root and cgroup v1")
 
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    folder = GROUPS / f"oomdoctor-tests-{os.getpid()}-{time.monotonic_ns()}"
-    folder.mkdir()
-    (folder / "memory.limit_in_bytes").write_text(str(SIZE))
-    yield folder
-    for pid in (folder / "cgroup.procs").read_text().split():
-        with suppress(OSError):
-            (GROUPS / "cgroup.procs").write_text(pid)
-    for _ in range(100):
-        with suppress(OSError):
-            folder.rmdir()
-            return
-        time.sleep(0.05)
+    with memory_groups.group(SIZE) as folder:
+        yield folder
 
 
-def start(folder: Path, home: Path, argv: list[str], env: dict[str, str], _cwd: str) -> subprocess.Popen[bytes]:
-    command = ["sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$0" "$@"', sys.executable, "-m"]
-    env = {**env, "JUPYTER_RUNTIME_DIR": str(home)}
-    return subprocess.Popen(
-        [*command, "ipykernel_launcher", *argv],
-        env=env,
-        cwd=str(home),
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def start(folder: Path, home: Path, argv: list[str], env: dict[str, str], _cwd: str) -> Any:
+    return memory_groups.started_in(folder, argv, {**env, "JUPYTER_RUNTIME_DIR": str(home)}, str(home))
 
 
 @pytest.fixture
@@ -86,10 +55,6 @@ def begun(group: Path, tmp_path: Path) -> Iterator[Any]:
     yield begin
     for kernel in kernels:
         kernel.stop()
-
-
-def counter(group: Path) -> int:
-    return int((group / "memory.oom_control").read_text().split()[-1])
 
 
 def dies(kernel: Kernel, cell: str) -> None:
@@ -129,11 +94,11 @@ def test_workers_that_fill_the_group_interrupt_the_cell(begun: Any) -> None:
 def test_the_next_kernel_tells_once_what_became_of_one_that_was_killed(begun: Any, group: Path) -> None:
     first = begun("%load_ext oomdoctor", "%oomdoctor guard off")
     dies(first, PIECES)
-    assert counter(group) == 1, "without the guard it is killed"
+    assert memory_groups.kills(group) == 1, "without the guard it is killed"
     second = begun()
     told = second.run("%load_ext oomdoctor", ok=True).stdout
     assert told.startswith("oomdoctor: The OOM killer ended the last kernel in In[3], line 4: `kept.append(")
-    assert "The kill counter of this group rose by 1." in told
+    assert "The kill counter of this group rose by 1 after its last look." in told
     assert second.run("%reload_ext oomdoctor", ok=True).stdout == ""
     dies(second, "import os\nos.abort()")
     assert "Something else than the OOM killer ended" in begun().run("%load_ext oomdoctor", ok=True).stdout

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oomdoctor.evidence import host
-from oomdoctor.guard import file_mappings
+from oomdoctor.guard import exemptions
 from oomdoctor.guard.gauge import Gauge
 from oomdoctor.guard.refusal import Refusal
 from oomdoctor.model.unavailable import Unavailable
@@ -28,7 +28,7 @@ def gauge() -> Iterator[Gauge]:
     yield found
     data_limit.lift()
     data_limit.forget()
-    file_mappings.remove()
+    exemptions.remove()
     found.close()
     assert resource.getrlimit(resource.RLIMIT_DATA) == before, "the user's own is put back"
 
@@ -61,6 +61,19 @@ def test_what_was_mapped_and_not_touched_is_spent(gauge: Gauge) -> None:
     refusal.keep(256 * MIB, 64 * MIB)  # it is touched, and yet as much is free: others have freed it
     mapped(160 * MIB).close()
     held.close()
+
+
+def test_memory_that_was_kept_back_and_is_let_go_is_none_that_the_cell_has_mapped(gauge: Gauge) -> None:
+    assert reserve.take(1024 * MIB, 1024 * MIB, populated=True) == 96 * MIB
+    try:
+        refusal = Refusal(gauge, None)
+        refusal.begin(128 * MIB, 16 * MIB)
+        reserve.let_go(keep=reserve.FOR_MESSAGES)
+        refusal.keep(128 * MIB, 16 * MIB)
+        assert refusal.untouched < 8 * MIB
+        mapped(96 * MIB).close()
+    finally:
+        reserve.give_up()
 
 
 def test_a_cell_has_some_room_however_full_the_memory(gauge: Gauge) -> None:
@@ -121,7 +134,7 @@ def test_a_file_that_is_mapped_is_not_refused(gauge: Gauge, tmp_path: Path) -> N
     with path.open("wb") as file:
         file.truncate(512 * MIB)
     refusal = Refusal(gauge, None)
-    file_mappings.install(refusal.apart)
+    exemptions.install(refusal.apart)
     refusal.begin(256 * MIB, 64 * MIB)
     array = np.memmap(path, dtype=np.uint8, mode="c")
     refusal.keep(256 * MIB, 64 * MIB)
@@ -136,20 +149,20 @@ def test_torch_maps_a_checkpoint(gauge: Gauge, tmp_path: Path) -> None:
 
     torch.save(torch.zeros(80 << 18), tmp_path / "large.pt")
     refusal = Refusal(gauge, None)
-    file_mappings.install(refusal.apart)
+    exemptions.install(refusal.apart)
     refusal.begin(96 * MIB, 64 * MIB)
     assert torch.load(tmp_path / "large.pt", mmap=True)[5] == 0
     refusal.keep(96 * MIB, 64 * MIB)
     with pytest.raises(RuntimeError, match="allocate memory"):
         torch.zeros(80 << 18)
     data_limit.lift()
-    file_mappings.remove()
+    exemptions.remove()
     assert "from_file" not in vars(torch.UntypedStorage)
 
 
 def test_the_functions_are_put_back() -> None:
     before = np.memmap.__dict__["__new__"]
-    file_mappings.install(Refusal(Gauge(), None).apart)
+    exemptions.install(Refusal(Gauge(), None).apart)
     assert np.memmap.__dict__["__new__"] is not before
-    file_mappings.remove()
+    exemptions.remove()
     assert np.memmap.__dict__["__new__"] is before

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import signal
+import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import spawnv_passfds  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import pytest
 
 from oomdoctor.errors import HostMemoryPressure
 from oomdoctor.guard import watch as module
+from oomdoctor.guard.black_box import Now, opened, place
 from oomdoctor.guard.gauge import GROUP, Reading
 from oomdoctor.guard.watch import Terms, Watch
 
@@ -198,6 +203,51 @@ def test_a_copy_has_no_limit_and_goes_first(watch: Watch) -> None:
     assert int(now) == min(score + 500, 1000)
 
 
+TELLS_LIMIT = """
+import resource, sys
+with open(sys.argv[1], "w") as file:
+    file.write(str(resource.getrlimit(resource.RLIMIT_DATA)[0]))
+"""
+
+
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-S", "-c", TELLS_LIMIT, str(path)]
+
+
+STARTS: dict[str, Callable[[Path], Any]] = {
+    "subprocess": lambda path: subprocess.run(command(path), check=True),
+    "posix_spawn": lambda path: subprocess.run(command(path), check=True, close_fds=False),
+    "system": lambda path: os.system(shlex.join(command(path))),
+    "multiprocessing": lambda path: os.waitpid(
+        spawnv_passfds(sys.executable.encode(), list(map(os.fsencode, command(path))), []), 0
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STARTS)
+def test_a_program_that_is_started_has_the_users_own_limit(watch: Watch, tmp_path: Path, way: str) -> None:
+    before = soft()
+    watch.arm(1, "x")
+    STARTS[way](tmp_path / "told")
+    in_cell = soft()
+    watch.settle()
+    assert int((tmp_path / "told").read_text()) == before != in_cell
+
+
+def test_copies_that_were_killed_are_no_proof(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch.record = opened(tmp_path, place())
+    counter = iter([3, 3])
+    monkeypatch.setattr(watch.gauge, "kills", lambda: next(counter, 5))
+    watch.arm(1, "x")
+    watch.raised()  # copies of the answer to it are killed
+    end, looks = time.monotonic() + 20, watch.looks
+    while watch.looks < looks + 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    (path,) = tmp_path.iterdir()
+    assert Now(*struct.unpack_from("<qqqqqqq240s", path.read_bytes())).kills == 5
+    watch.settle()
+
+
 def test_what_is_paused_has_room_and_what_follows_has_not(watch: Watch) -> None:
     before = soft()
     watch.arm(1, "x")
@@ -241,7 +291,7 @@ def test_where_nothing_can_be_refused_a_cell_with_a_limit_is_interrupted(
 ) -> None:
     monkeypatch.setattr(Watch, "refuses", property(lambda _: False))
     grown = iter([100 * MIB])
-    monkeypatch.setattr(module, "_resident", lambda: next(grown, 400 * MIB))
+    monkeypatch.setattr(module, "resident", lambda: next(grown, 400 * MIB))
     before = soft()
     watch.arm(1, "x", 128 * MIB)
     assert soft() == before

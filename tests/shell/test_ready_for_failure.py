@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
+from memory_groups import can_make_groups
 
 import oomdoctor
 from oomdoctor.sandbox import reserve
@@ -182,10 +183,7 @@ def test_what_malloc_holds_free_can_be_had() -> None:
     assert left < 0.1 * taken
 
 
-GROUPS = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.mark.skipif(not os.access(GROUPS / "cgroup.procs", os.W_OK), reason="groups need root and cgroup v1")
+@pytest.mark.skipif(not can_make_groups(), reason="groups need root and cgroup v1")
 def test_in_a_memory_cgroup_what_is_kept_back_leaves_room_for_the_next_cell() -> None:
     from starved import Run, observed
 
