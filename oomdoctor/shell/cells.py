@@ -103,13 +103,45 @@ def texts_of(attempt: Attempt, failing: Cell) -> dict[int, str]:
 
 @contextmanager
 def as_cell(shell: Any, number: int | None) -> Iterator[None]:
-    """Have what runs in the body be compiled, and shown, as the cell of this number; of none, as the next one."""
-    before = shell.execution_count
+    """Have what runs in the body be compiled, and shown, as the cell of this number; of none, as the next one.
+
+    IPython 9 counts a cell before its code runs, and shows results by the number before the one it has come to.
+    """
+    before, run = shell.execution_count, shell.run_ast_nodes
+    ahead = before - shell.displayhook.prompt_count
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        shell.execution_count += ahead
+        return await run(*args, **kwargs)
+
     shell.execution_count = before if number is None else number
+    own = vars(shell).get("run_ast_nodes")
+    shell.run_ast_nodes = counted
     try:
         yield
     finally:
         shell.execution_count = before
+        if own is None:
+            del shell.run_ast_nodes
+        else:
+            shell.run_ast_nodes = own
+
+
+def forget_results(shell: Any, number: int) -> None:
+    """Have IPython be without what the cell of this number has shown: in ``Out``, ``_1`` and ``_``."""
+    hook, names = shell.displayhook, shell.user_ns
+    results = names.get("_oh", {})
+    if number not in results:
+        return
+    shown = results.pop(number)
+    if names.get(f"_{number}") is shown:
+        del names[f"_{number}"]
+    if hook._ is shown:
+        last = {"_": hook.__, "__": hook.___, "___": ""}
+        is_own = names.get("_") is shown
+        vars(hook).update(last)
+        if is_own:
+            names.update(last)
 
 
 _COMPILED_AS: Final = {"time": ("<timed exec>", "<timed eval>"), "prun": ("<string>",)}

@@ -17,6 +17,7 @@ from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Session
 from oomdoctor.shell.background_work import Beside
+from oomdoctor.shell.cells import forget_results
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
@@ -76,6 +77,7 @@ def undo(extension: Extension) -> str:
     calls = (f"{call} cannot be undone" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
     transaction = opened.transaction
     lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
+    forget_results(extension.shell, opened.session.cells.failing.number)
     fixes = ", ".join(case.outcome.fixes)
     why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
     state = State.UNVERIFIED if lost else State.RESTORED

@@ -204,6 +204,20 @@ def test_after_undo_another_fix_can_be_tried(ready: Kernel) -> None:
     assert ready.value("len(losses)") == 4
 
 
+def test_what_a_retry_shows_is_kept_as_the_result_of_its_cell_until_it_is_undone(kernel: Kernel) -> None:
+    kernel.run("%load_ext oomdoctor\nimport torch", ok=True)
+    kernel.run("%oomdoctor simulate 96MiB", ok=True)
+    kernel.run("torch.ones(1 << 24)", ok=True)
+    first = kernel.run("'of the first'", ok=True).content["execution_count"]
+    failed = kernel.run("big = torch.ones(1 << 23)\nbig = big * 2 + 1\nbig[0].item()", ok=False)
+    number = failed.content["execution_count"]
+    assert "Healed" in kernel.run("%oomdoctor fix clear_output_cache", ok=True).text
+    assert kernel.value(f"[Out[{first}], Out[{number}], _{number}, _]") == ["of the first", 3.0, 3.0, 3.0]
+    kernel.run("%oomdoctor undo", ok=True)
+    undone = f"[_, Out[{first}], {number} in Out, '_{number}' in globals()]"
+    assert kernel.value(undone) == ["of the first", "of the first", False, False]
+
+
 def test_outputs_that_were_shown_are_freed(kernel: Kernel) -> None:
     kernel.run("%load_ext oomdoctor\nimport torch", ok=True)
     kernel.run("%oomdoctor simulate 96MiB", ok=True)
