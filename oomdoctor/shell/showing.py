@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _SOON_S: Final = 0.3
-_ABOVE: Final = "▲ <strong>Out of memory</strong>: the fix is above this traceback."
+_ABOVE: Final = "▲ <strong>Out of memory</strong>: the diagnosis is above this traceback."
 _EMPTY: Final = {"text/plain": "", "text/html": ""}
 _LOOKING: Final = {
     "text/plain": "Out of memory: `%oomdoctor why` tells more",
@@ -61,7 +61,8 @@ class Shown:
         self._places: tuple[Any, ...] = ()
         self._told: list[dict[str, str]] = [{}, {}]
         self._panel: Any = None
-        self._pointer: Any = None
+        self._below: tuple[Any, ...] = ()
+        self._offers_below = False
         self.tells_end = False
         self._outputs: Sequence[Mapping[str, Any]] | None = None
 
@@ -78,8 +79,8 @@ class Shown:
             raise
         return shown
 
-    def point_up(self, case: Case) -> None:
-        """Say below the traceback where the answer is: a front end that scrolls to the next cell shows its end.
+    def answer_below(self, case: Case) -> None:
+        """Say and offer the same below the traceback: a front end that scrolls to the next cell shows its end.
 
         One that shows text, and does not change what it has shown, has the answer here.
         """
@@ -87,10 +88,16 @@ class Shown:
 
         is_healed = case.outcome.kind is OutcomeKind.HEALED
         told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": say(_ABOVE)}
-        if self._pointer is None:
-            self._pointer = _place(told)
+        if not self._below:
+            self._below = _place(told), _place(_EMPTY)
         else:
-            self._pointer.update(told, raw=True)
+            self._below[0].update(told, raw=True)
+        if is_healed == self._offers_below and self._panel is not None:
+            self._offers_below = not is_healed
+            if is_healed:
+                self._below[1].update(_EMPTY, raw=True)
+            else:
+                self._panel.display(self._below[1], again=True)
 
     def withdraw(self) -> None:
         """Leave the places that were held empty, unless something was told there since: there is nothing to tell."""
@@ -109,7 +116,7 @@ class Shown:
         finally:
             if comes_first:
                 send_traceback()
-                self._extension.borders.guarded("display", partial(self.point_up, case))
+                self._extension.borders.guarded("display", partial(self.answer_below, case))
 
     def show(self, case: Case) -> None:
         """Show the diagnosis and the panel."""
@@ -127,7 +134,7 @@ class Shown:
             if self._panel is not None:
                 self._panel.display(self._places[1] if len(self._places) > 1 else None)
         if was_announced:  # so that the traceback stands below it already
-            self.point_up(case)
+            self.answer_below(case)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -155,8 +162,8 @@ class Shown:
                 if new != before:
                     place.update(new, raw=True)
         self._told = [*told, {}][:2]
-        if self._pointer is not None:
-            self.point_up(case)
+        if self._below:
+            self.answer_below(case)
 
     def update(self, case: Case) -> None:
         """Show what is known now in the place of what was."""

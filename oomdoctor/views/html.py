@@ -33,7 +33,7 @@ _HATCHES: Final = {
 _CONTROLLED: Final = (
     # What live controls tell as well. Those whose kernel is gone are the ones to hide: the rest is there to read.
     ".jp-OutputArea:has(.oomdoctor-panel:not(.jupyter-widgets-disconnected)) .oomdoctor-static,"
-    ".oomdoctor-panel.jupyter-widgets-disconnected,"
+    ":is(.oomdoctor-panel,.oomdoctor-again).jupyter-widgets-disconnected,"
     # What a front end says in the place of controls that were not saved.
     ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)),"
     # What a failed attempt has put out and its traceback, where a button has healed the cell.

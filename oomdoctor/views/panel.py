@@ -124,16 +124,24 @@ class Panel:
         report = self._reporting()
         settings = widgets.HBox([self._fit, self._auto(), report.button], layout=WRAPPING)
         self._settings = widgets.VBox([settings, report.box])
+        self._lead = widgets.HBox(layout=WRAPPING)
+        self._again = widgets.VBox([self._lead, self._note])
+        self._again.add_class("oomdoctor-again")
         self.box = widgets.VBox()
         self.box.add_class("oomdoctor-panel")
 
-    def display(self, place: Any = None) -> None:
-        """Show it, in a ``place`` that was held for it; where no kernel runs, nothing is seen of it."""
+    def display(self, place: Any = None, *, again: bool = False) -> None:
+        """Show it, in a ``place`` that was held for it; where no kernel runs, nothing is seen of it.
+
+        Args:
+            again: only the first button, its sentence and how it goes on, as seen a second time.
+        """
         from IPython.display import display
 
-        made = getattr(self.box, "_repr_mimebundle_", None)  # ipywidgets 7 has none, and displays itself
+        box = self._again if again else self.box
+        made = getattr(box, "_repr_mimebundle_", None)  # ipywidgets 7 has none, and displays itself
         if made is None:
-            display(self.box)
+            display(box)
         elif place is None:
             display({**made(), **_SAVED}, raw=True)
         else:
@@ -190,8 +198,9 @@ class Panel:
         skip = [self._skip] if plan.pending else []
         controls = [*change, *skip, self._others.button, self._undo, self._note]
         parts = [] if first is None else [first.change.box]
+        self._lead.children = (self._first, self._why if first is None else first.text)
         self.box.children = (
-            self._widgets.HBox([self._first, self._why if first is None else first.text], layout=WRAPPING),
+            self._lead,
             self._widgets.HBox(controls, layout=WRAPPING),
             *parts,
             self._others.box,

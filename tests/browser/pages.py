@@ -90,8 +90,8 @@ class Page:
         return self.output(number).locator(".jupyter-widgets.widget-vbox").first
 
     def button(self, number: int, name: str) -> Locator:
-        """Return the button with this name in the output of a cell."""
-        return self.cell(number).get_by_role("button", name=name, exact=True)
+        """Return the button with this name in the output of a cell, the upper one where there are two."""
+        return self.cell(number).get_by_role("button", name=name, exact=True).first
 
     def run(self, number: int) -> None:
         """Run one cell by the keyboard."""

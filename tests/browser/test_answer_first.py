@@ -67,7 +67,18 @@ def test_the_traceback_is_whole_and_below(failed):
     traceback = page.output(1).locator(".jp-RenderedText", has_text="OutOfMemoryError").last
     assert traceback.bounding_box()["y"] > page.panel(1).bounding_box()["y"]
     expect(traceback).to_contain_text("loss = criterion(model(x), y)")
-    below = page.output(1).get_by_text("the fix is above this traceback")
-    assert below.bounding_box()["y"] > traceback.bounding_box()["y"], (
-        "where the front end has scrolled to the next cell"
-    )
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_a_front_end_that_has_scrolled_to_the_next_cell_shows_the_answer_too(failed, width):
+    """As after Shift+Enter, with a cell below: of a long traceback its end is seen."""
+    interface, page = failed
+    page.page.set_viewport_size({"width": width, "height": SIZES[width]})
+    page.cell(1).evaluate("cell => cell.scrollIntoView({block: 'end'})")
+    page.page.wait_for_timeout(500)
+    told = page.output(1).get_by_text("the diagnosis is above this traceback")
+    button = page.output(1).locator(".oomdoctor-again").get_by_role("button", name="Fix it")
+    for seen in (told, button):
+        box = seen.bounding_box()
+        assert 0 <= box["y"] < box["y"] + box["height"] <= SIZES[width]
+    page.shot(f"answer-{interface}-{width}-below")
