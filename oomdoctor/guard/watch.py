@@ -155,8 +155,7 @@ class Watch:
         asked, answer = self._is_short
         if (now := time.monotonic()) - asked > FAR_S or self.gauge.own_group != self._asked_in:
             self._asked_in = self.gauge.own_group
-            answer = bool(self.why_on())
-            self._is_short = now, answer
+            self._is_short = now, (answer := bool(self.why_on()))
         return answer
 
     def margin(self) -> int:
@@ -221,8 +220,8 @@ class Watch:
         cell = self._cell
         if cell is None or cell.is_ours:
             return
-        process = self.gauge.process()
-        data_limit.note_room(0 if process is None else process[0])
+        if cell.refusal is not None:
+            cell.refusal.note()
         self.lift()
         if cell.is_watched and cell.refusal is not None:
             self._begin_answer(cell.source)
