@@ -339,10 +339,10 @@ class Watch:
         if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
             self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
             return NEAR_S
-        if reading is None or not cell.is_watched:
+        if reading is None or not (cell.is_watched or self.record):
             return FAR_S if cell.ceiling is None else NEAR_S
         left = reading.free - reading.margin(self.terms().margin) - _AHEAD
-        if left < 0 and reading.used > cell.most:
+        if cell.is_watched and left < 0 and reading.used > cell.most:
             self.interrupt.send(reading)
             return NEAR_S
         self.interrupt.cancel()
