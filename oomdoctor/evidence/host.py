@@ -57,6 +57,7 @@ def read(root: Path = _kernel.ROOT, *, in_full: bool = True) -> HostMemory:
         malloc_free=_malloc_free(),
         bare=_NOT_NOTED,
         kept_back=reserve.released(),
+        unfilled=data_limit.unfilled,
         shm_total=_told(lambda: psutil.disk_usage(str(root / "dev/shm")), "total", "there is no /dev/shm"),
         shm_free=_told(lambda: psutil.disk_usage(str(root / "dev/shm")), "free", "there is no /dev/shm"),
         files_open=_told(lambda: psutil.Process().num_fds(), "real", _NO_FILES.reason),

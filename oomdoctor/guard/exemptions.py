@@ -48,6 +48,8 @@ def install_late() -> None:
         if owner is None or function is None:
             continue
         before, wrapper = vars(owner).get(name, _ABSENT), _in_room(function)
+        if not kind:
+            wrapper.__module__ = module  # where pickle finds it
         setattr(owner, name, staticmethod(wrapper) if kind else wrapper)
         _wrapped[module, name] = owner, before, vars(owner)[name]
 

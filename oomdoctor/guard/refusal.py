@@ -90,6 +90,11 @@ class Refusal:
         if soft is not None:
             data_limit.put(soft + reserve.address_space())
 
+    def note(self) -> None:
+        """Note what the limit leaves, and what it takes for used though nothing is in it, before it is lifted."""
+        data, anon = self._read()
+        data_limit.note_room(data + reserve.address_space(), self._untouched(data, anon, 0) if self._floor else 0)
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Run the body without the limit; what it maps is taken for no memory of the cell's."""

@@ -155,8 +155,7 @@ class Watch:
         asked, answer = self._is_short
         if (now := time.monotonic()) - asked > FAR_S or self.gauge.own_group != self._asked_in:
             self._asked_in = self.gauge.own_group
-            answer = bool(self.why_on())
-            self._is_short = now, answer
+            self._is_short = now, (answer := bool(self.why_on()))
         return answer
 
     def margin(self) -> int:
@@ -221,8 +220,8 @@ class Watch:
         cell = self._cell
         if cell is None or cell.is_ours:
             return
-        process = self.gauge.process()
-        data_limit.note_room(0 if process is None else process[0])
+        if cell.refusal is not None:
+            cell.refusal.note()
         self.lift()
         if cell.is_watched and cell.refusal is not None:
             self._begin_answer(cell.source)
@@ -340,10 +339,10 @@ class Watch:
         if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
             self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
             return NEAR_S
-        if reading is None or not cell.is_watched:
+        if reading is None or not (cell.is_watched or self.record):
             return FAR_S if cell.ceiling is None else NEAR_S
         left = reading.free - reading.margin(self.terms().margin) - _AHEAD
-        if left < 0 and reading.used > cell.most:
+        if cell.is_watched and left < 0 and reading.used > cell.most:
             self.interrupt.send(reading)
             return NEAR_S
         self.interrupt.cancel()

@@ -283,6 +283,7 @@ class HostMemory:
         malloc_free: what the C library holds free of ``process_used``, which serves further requests.
         bare: what of ``process_used`` the interpreter and its modules take.
         kept_back: what was kept from the program until it failed, for the diagnosis; no part of ``process_used``.
+        unfilled: what the host guard took for used when the cell was refused memory, though nothing was in it.
     """
 
     total: Measured
@@ -322,6 +323,7 @@ class HostMemory:
     malloc_free: Measured = _UNREAD
     bare: Measured = _UNREAD
     kept_back: Measured = 0
+    unfilled: Measured = 0
 
 
 @dataclass(frozen=True, slots=True)

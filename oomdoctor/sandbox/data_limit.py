@@ -41,6 +41,8 @@ left: Callable[[], int | None] = untold
 """Tells how many bytes can still be had below what the kernel ends processes by, None where nobody looks at that."""
 room: int | None = None
 """Bytes that ours left when the last cell raised, None where it was not in force."""
+unfilled = 0
+"""Bytes that ours took for used when the last cell raised, because they were mapped, though nothing was in them."""
 ceiling: tuple[int, str] | None = None
 """A limit that the user has asked for above a cell, and its name: it is theirs, though it is not set in the system."""
 
@@ -91,16 +93,16 @@ def lift_in_copy() -> None:
     _put_back()
 
 
-def note_room(data: int) -> None:
+def note_room(data: int, not_filled: int) -> None:
     """Note what ours leaves beyond the ``data`` that are mapped, before it is lifted: what was refused was more."""
-    global room
-    room = max(_ours - data, 0) if _users is not None else None
+    global room, unfilled
+    room, unfilled = (max(_ours - data, 0), not_filled) if _users is not None else (None, 0)
 
 
 def forget() -> None:
     """Forget the limit above a cell, and what a limit of ours has left."""
-    global ceiling, room
-    ceiling = room = None
+    global ceiling, room, unfilled
+    ceiling, room, unfilled = None, None, 0
 
 
 def _put_back() -> None:

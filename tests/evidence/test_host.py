@@ -68,6 +68,7 @@ def test_where_the_kernel_tells_nothing_all_is_unavailable_with_a_reason(tmp_pat
         "files_limit",
         "malloc_free",
         "kept_back",
+        "unfilled",
     }
     for field in fields(HostMemory):
         if field.name not in told_otherwise:

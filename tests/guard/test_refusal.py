@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import pickle
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +59,8 @@ def test_what_was_mapped_and_not_touched_is_spent(gauge: Gauge) -> None:
     with pytest.raises(OSError, match="Cannot allocate"):
         mapped(128 * MIB)
     mapped(32 * MIB).close()
+    refusal.note()
+    assert host.read(in_full=False).unfilled == pytest.approx(128 * MIB, abs=8 * MIB)
     for at in range(0, len(held), mmap.PAGESIZE):
         held[at] = 1
     refusal.keep(256 * MIB, 64 * MIB)  # it is touched, and yet as much is free: others have freed it
@@ -161,8 +166,10 @@ def test_torch_maps_a_checkpoint(gauge: Gauge, tmp_path: Path) -> None:
 
 
 def test_the_functions_are_put_back() -> None:
-    before = np.memmap.__dict__["__new__"]
+    before = np.memmap.__dict__["__new__"], os.system, os.posix_spawn, vars(subprocess)["_fork_exec"]
     exemptions.install(Refusal(Gauge(), None).apart)
-    assert np.memmap.__dict__["__new__"] is not before
+    now = np.memmap.__dict__["__new__"], os.system, os.posix_spawn, vars(subprocess)["_fork_exec"]
+    assert not set(map(id, now)) & set(map(id, before))
+    assert pickle.loads(pickle.dumps(os.system)) is os.system
     exemptions.remove()
-    assert np.memmap.__dict__["__new__"] is before
+    assert (np.memmap.__dict__["__new__"], os.system, os.posix_spawn, vars(subprocess)["_fork_exec"]) == before

@@ -234,6 +234,19 @@ def test_a_program_that_is_started_has_the_users_own_limit(watch: Watch, tmp_pat
     assert int((tmp_path / "told").read_text()) == before != in_cell
 
 
+def test_a_full_memory_is_looked_at_often_for_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Watch(lambda: Terms(mode="off"), globals())
+    monkeypatch.setattr(found.gauge, "read", lambda: reading(8 * MIB))
+    found.begin()
+    found.record = opened(tmp_path, place())
+    found.arm(1, "x")
+    end = time.monotonic() + 20
+    while found.looks < 5 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert time.monotonic() < end - 16, "a second apart they would take longer"
+    found.end()
+
+
 def test_copies_that_were_killed_are_no_proof(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch.record = opened(tmp_path, place())
     counter = iter([3, 3])
