@@ -161,10 +161,9 @@ def of_process() -> tuple[int, int] | None:
     import resource
 
     data, space = data_limit.soft(), resource.getrlimit(resource.RLIMIT_AS)[0]
-    if data is None and data_limit.ceiling is None and space == resource.RLIM_INFINITY:
+    if data is None and space == resource.RLIM_INFINITY:
         return None
     limits = [] if data is None else [(data, 5)]
-    limits += [] if data_limit.ceiling is None else [(data_limit.ceiling[0], 5)]
     limits += [] if space == resource.RLIM_INFINITY else [(space, 0)]
     return min((max(soft - _pages(column) * mmap.PAGESIZE, 0), soft) for soft, column in limits)
 

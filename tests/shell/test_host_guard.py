@@ -72,6 +72,17 @@ def test_a_cell_with_a_limit_is_refused_what_is_more(guarded: Kernel) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
+def test_the_last_byte_below_a_cells_limit_leaves_room_for_the_diagnosis(cold_kernel: Kernel) -> None:
+    cold_kernel.run("%load_ext oomdoctor", ok=True)
+    failed = cold_kernel.run(
+        "%%memlimit 64MiB\nparts = []\nwhile True:\n    parts.append(bytearray(1 << 21))", ok=False
+    )
+    assert failed.errors[0]["ename"] == "MemoryError"
+    assert "Out of memory, case 1" in failed.text
+    assert "makes no diagnosis" not in failed.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
 def test_a_limit_above_another_magic_and_above_a_cell_that_awaits(guarded: Kernel) -> None:
     assert guarded.run("%%memlimit 200MiB\n%%capture told\nb = np.ones(300 << 17)").errors[0]["ename"] == "MemoryError"
     assert "stands on the first line of a cell" in guarded.run("%%time\n%%memlimit 1GiB\n1").stderr
