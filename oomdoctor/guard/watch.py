@@ -201,8 +201,6 @@ class Watch:
             self._keep(cell, reading if is_on else None, begins=True)
         elif ceiling is not None:
             cell.ceiling, cell.start = ceiling, _resident()
-            if (process := self.gauge.process()) is not None:  # told as the limit that it is, and not set
-                data_limit.ceiling = process[0] + ceiling, CEILING
         if self.record is not None:
             self.record.begin(number, source, self.gauge.kills())
             self._note(self.record, reading, line=None)
