@@ -28,6 +28,10 @@ CUDA_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 ON_STUB = LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib) STUBCUDA_COMPUTE=1 \
   STUBCUDA_CONTEXT=400MiB
 
+# Jittor compiles itself when it is imported first, which takes ten minutes, and its operators when they are used first.
+JITTOR := .venv-jittor
+JITTOR_ENV = JITTOR_HOME=$(CURDIR)/$(JITTOR)/home use_mkl=0 nvcc_path=
+
 SITE := .venv-site
 # Of its successor and its maker's plans, in every build.
 export NO_MKDOCS_2_WARNING := 1
@@ -37,7 +41,7 @@ TORCH ?= 2.4.1
 TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: help demo demo-ranks test test-ci test-all test-colab test-cuda test-torch check docs site pages examples gallery images new clean
+.PHONY: help demo demo-ranks test test-ci test-all test-colab test-cuda test-jittor test-torch check docs site pages examples gallery images new clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +67,9 @@ test-colab: $(COLAB)/.installed ## Run the kernel tests with the IPython, ipyker
 test-cuda: $(CUDA)/.installed ## Run the tests marked gpu on PyTorch's CUDA build, over a stub of NVIDIA's libraries
 	@$(CUDA)/bin/python tests/stubcuda/build.py $(CUDA)
 	$(ON_STUB) $(CUDA)/bin/python -m pytest $(WORKERS) -m gpu -p no:cacheprovider $(CUDA_TESTS) $(PYTEST_ARGS)
+
+test-jittor: $(JITTOR)/.installed ## Run the tests marked jittor, on its CPU build, and its notebook
+	$(JITTOR_ENV) $(JITTOR)/bin/python -m pytest -m jittor -p no:cacheprovider tests/jittor $(PYTEST_ARGS)
 
 test-torch: $(TORCH_VENV)/.installed ## Run the quick tests with another torch: make test-torch TORCH=2.4.1, or TORCH=newest
 	$(TORCH_VENV)/bin/python -m pytest $(WORKERS) $(CHOSEN) -p no:cacheprovider $(PYTEST_ARGS)
@@ -102,7 +109,7 @@ new: ## Scaffold a fix: make new FIX=name [RULE=family/symptom]
 	@$(PYTHON) tools/new_fix.py "$(FIX)" $(if $(RULE),--rule "$(RULE)")
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) $(COLAB) $(CUDA) $(SITE) .venv-torch-* site demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COLAB) $(CUDA) $(JITTOR) $(SITE) .venv-torch-* site demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -130,6 +137,15 @@ $(COLAB)/.installed: pyproject.toml constraints-colab.txt
 $(SITE)/.installed: requirements-site.txt
 	$(PYTHON) -m venv $(SITE)
 	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
+	@touch $@
+
+$(JITTOR)/.installed: pyproject.toml constraints-jittor.txt
+	@echo 'Installing into $(JITTOR), and compiling Jittor: ten minutes.'
+	@$(PYTHON) -m venv $(JITTOR)
+	@$(JITTOR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-jittor.txt \
+	  -e '.[demo]' jittor pytest pytest-timeout pytest-xdist
+	@mkdir -p $(JITTOR)/home
+	@$(JITTOR_ENV) $(JITTOR)/bin/python -c 'import jittor'
 	@touch $@
 
 $(TORCH_VENV)/.installed: pyproject.toml

@@ -157,4 +157,4 @@ def test_the_extra_for_the_gallery_has_what_its_notebooks_import() -> None:
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     imported = set(re.findall(r"^(?:import|from) (\w+)", code, re.M))
     assert {"torch", "matplotlib", "transformers"} <= imported
-    assert imported - had == set()
+    assert imported - had == {"jittor"}, "which compiles itself, and is for its notebook alone: see make test-jittor"

@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ DIGEST: Final = "executed_source"
 _WIDGET: Final = "application/vnd.jupyter.widget-view+json"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_S: Final = 600
+_NEEDS: Final = {"10_jittor": "jittor"}
+"""What a notebook needs that the others do not."""
 _FOLDERS: Final = {
     re.compile(re.escape(sysconfig.get_path("purelib"))): "site-packages",
     re.compile(re.escape(sysconfig.get_path("stdlib"))): "lib/python3",
@@ -39,9 +42,10 @@ _FOLDERS: Final = {
 def main(argv: list[str] | None = None) -> int:
     """Execute those that are named, or all."""
     parser = argparse.ArgumentParser(prog="make gallery", description="Execute the notebooks in place.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="such as 01_first_oom; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as 01_first_oom; all that can be")
     args = parser.parse_args(argv)
-    for path in [NOTEBOOKS / f"{name}.ipynb" for name in args.names] or sorted(NOTEBOOKS.glob("*.ipynb")):
+    every = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if find_spec(_NEEDS.get(path.stem, "oomdoctor"))]
+    for path in [NOTEBOOKS / f"{name}.ipynb" for name in args.names] or every:
         notebook = executed(nbformat.read(str(path), as_version=4))
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"wrote notebooks/{path.name}, {path.stat().st_size / 2**10:.0f} KiB")

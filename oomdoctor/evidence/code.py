@@ -22,6 +22,7 @@ from oomdoctor.model.code import CodeFacts, ReplicaFacts, TrainingLoop
 from oomdoctor.model.fix import Detect
 from oomdoctor.model.session import Cells, Standing
 from oomdoctor.model.site import Site
+from oomdoctor.objects import jittor
 from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
@@ -73,6 +74,7 @@ def facts(
     local = tuple(local)
     models, losses = _models.models(modules), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
+    kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
     kinds |= {path: "optimizer" for path, _ in optimizers}
     kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
     program = read(cells)

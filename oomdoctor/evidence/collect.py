@@ -32,6 +32,7 @@ from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory
 from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.model.sizes import MIB
 from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.objects import jittor
 from oomdoctor.objects.alive import alive
 from oomdoctor.objects.children import elements_of
 from oomdoctor.objects.frames import (
@@ -100,6 +101,8 @@ def collect(
         counts = tuple(Census(device=memory.name, found=0, allocated=memory.allocated) for memory in memories)
         memories = tuple(replace(memory, allocated=0, reserved=0) for memory in memories)
     local = partial(_local_names, exc, filenames, spelled(session.namespace))
+    variables = partial(largest, [*names, *local()], passed_over, jittor.size_of)
+    lazy = _if_room(lambda: jittor.memory(variables), None)
     beside: tuple[HostHolding, ...] = _if_room(lambda: largest([*names, *local()], passed_over), ())
     beside = _if_room(lambda: tuple(_with_line(one, session, line) for one in beside), beside)
     return Evidence(
@@ -108,6 +111,7 @@ def collect(
         beside_tensors=beside,
         censuses=counts,
         code=code,
+        jittor=lazy,
     )
 
 
@@ -301,13 +305,18 @@ _OPEN: Final = frozenset({Kind.MAPPING, Kind.SEQUENCE, Kind.SET, Kind.TUPLE, Kin
 _ARRAYS: Final = frozenset({Kind.ARRAY})
 
 
-def largest(names: Iterable[tuple[str, Any]], passed_over: frozenset[int] = frozenset()) -> tuple[HostHolding, ...]:
+def largest(
+    names: Iterable[tuple[str, Any]],
+    passed_over: frozenset[int] = frozenset(),
+    of_variable: Callable[[Any], int] | None = None,
+) -> tuple[HostHolding, ...]:
     """Return the names that lead to the most memory that is no tensor's, from a MiB on, the largest first.
 
     Args:
         passed_over: objects by their ``id`` that lead nowhere here.
+        of_variable: returns the size of a variable of Jittor's; these alone are looked for then.
     """
-    search = _Search(set(passed_over))
+    search = _Search(set(passed_over), of_variable)
     leading = (one for one in names if id(type(one[1])) not in _LEAVES or sys.getsizeof(one[1]) >= MIB)
     found = (search.below(name, value) for name, value in leading)
     return tuple(sorted(filter(None, found), key=lambda one: -one.bytes)[:_LISTED])
@@ -316,8 +325,8 @@ def largest(names: Iterable[tuple[str, Any]], passed_over: frozenset[int] = froz
 class _Search:
     """One search through several names. Short-lived."""
 
-    def __init__(self, seen: set[int]) -> None:
-        self._seen = seen
+    def __init__(self, seen: set[int], of_variable: Callable[[Any], int] | None) -> None:
+        self._seen, self._of_variable = seen, of_variable
         self._left = _MOST_OBJECTS if reserve.has_room(_ROOM_FOR_ALL) else _MOST_WHERE_SHORT
         self._of_tensors: frozenset[int] | None = None
 
@@ -329,16 +338,17 @@ class _Search:
             fresh = self._fresh(level)
             keys = list(map(id, map(type, fresh)))
             classes = dict(zip(keys, map(type, fresh), strict=True))
-            sized = list(compress(fresh, map(_SIZED.__contains__, keys)))
+            sized = list(compress(fresh, map(_SIZED.__contains__, keys))) if self._of_variable is None else []
             own += sum(map(sys.getsizeof, sized))
             objects += len(sized)
-            met = list(compress(fresh, map(_keys(classes, _ARRAYS).__contains__, keys)))
-            for size in map(self._of_array, met):
+            arrays_of = _keys(classes, _ARRAYS) if self._of_variable is None else _variables(classes)
+            met = list(compress(fresh, map(arrays_of.__contains__, keys)))
+            for size in map(self._of_variable or self._of_array, met):
                 in_arrays += size
                 arrays += size > 0
             inner = {key for key in _keys(classes, _OPEN) if not leads_nowhere(classes[key])}
             level = gc.get_referents(*compress(fresh, map(inner.__contains__, keys)))
-            level += chain.from_iterable(map(elements_of, met))
+            level += chain.from_iterable(map(elements_of, met)) if self._of_variable is None else ()
         size = own + in_arrays
         if size < MIB:
             return None
@@ -389,6 +399,10 @@ class _Search:
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
             self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)
         return self._of_tensors
+
+
+def _variables(classes: dict[int, type]) -> set[int]:
+    return {key for key, cls in classes.items() if jittor.is_var(cls)}
 
 
 def _keys(classes: dict[int, type], kinds: frozenset[Kind]) -> set[int]:

@@ -13,6 +13,7 @@ from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import arguments_of, blocks_of
 from oomdoctor.program.regions import backwards_in
 from oomdoctor.program.torch_functions import Result
+from oomdoctor.program.training_loops import is_given_loss
 
 MOVES: Final = torch_functions.names_of(Result.MOVED, Result.CAST, Result.TRUNCATED, Result.SHAPED)
 TO_DEVICE: Final = frozenset({"to", "cuda"})
@@ -40,7 +41,7 @@ def behind_backward(node: ast.stmt) -> Iterator[ast.stmt]:
 
 def loss_of(call: ast.Call) -> ast.expr:
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if called(receiver) in {"accelerator", "fabric", "self.accelerator", "self.fabric"} and len(call.args) == 1:
+    if is_given_loss(called(receiver)) and len(call.args) == 1 and not call.keywords:
         return call.args[0]
     if call.args or call.keywords:
         raise Unfit("backward is called with arguments")

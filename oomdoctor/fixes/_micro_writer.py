@@ -40,6 +40,7 @@ class Writer:
             exchanges gradients.
         join: the name of ``join_parts``, where something is carried through the region.
         ddp: the expression for the model that DDP wraps, where one is called.
+        ending: a line that each part ends with, empty for none.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Writer:
         by: str = "",
         join: str = "",
         ddp: str = "",
+        ending: str = "",
     ) -> None:
         self._parsed, self._region, self._step, self._parts, self._by = parsed, region, step, parts, by
         self._join, self._taken, self._cells, self._is_weighed = join, list[str](), cells, False
-        self._ddp = ddp
+        self._ddp, self._ending = ddp, [ending] if ending else []
         self._micro = {name: self._fresh(f"micro_{name}") for name in step.names}
         self._sum = self._fresh("batch_loss") if step.keeps_loss else ""
         self._sums = {name: self._fresh(f"batch_{name}") for name in step.summed}
@@ -142,6 +144,7 @@ class Writer:
         for name, parts in self._lists.items():
             kept = self._micro[name] if name in step.carried else name if step.dim else f"{name}.detach()"
             body += self._statements([f"{parts}.append({kept})"])
+        body += self._statements(self._ending)
         comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
         (loop,) = self._statements([f"{head}:", "    pass"])
         loop = cst.ensure_type(loop, cst.For)

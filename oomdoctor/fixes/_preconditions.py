@@ -205,6 +205,8 @@ def found_or_asked(incident: Incident, evidence: Evidence) -> int:
     """
     if found := evidence.census.bytes_of(Role.ACTIVATION):
         return found
+    if evidence.jittor is not None and (found := evidence.jittor.graph_bytes):
+        return found
     is_training = any(loop.in_failing_run and loop.was_running for loop in evidence.code.loops)
     is_layer = (incident.framework_frame or "").startswith(_LAYERS)
     return (incident.requested or 0) if is_training or is_layer else 0

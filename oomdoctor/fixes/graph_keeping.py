@@ -218,6 +218,8 @@ def _propose_no_grad(incident: Incident, evidence: Evidence) -> Iterator[Proposa
         saves=kept,
         basis=f"at most the {format_size(kept)} of activations that the census found kept for a backward pass"
         if found
+        else f"an estimate: {format_size(kept)} of Jittor's graph"
+        if evidence.jittor is not None
         else f"at least the {format_size(kept)} that a layer asked for",
         caveat="; ".join(filter(None, (kept_on, fused))) or None,
     )
@@ -268,7 +270,7 @@ def _patch_no_grad(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refu
 
 def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> cst.Module:
     cell = cells.get(sites[0].cell)
-    name, imports = need(import_lines.torch_name(cells.beside(cell)))
+    name, imports = need(import_lines.library_name(cells.beside(cell), import_lines.framework_of(cells)))
     blocks: list[Any] = [
         parsed.module.body,
         *(one.body for one in parsed.positions if isinstance(one, cst.IndentedBlock)),
@@ -280,7 +282,7 @@ def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> c
         if isinstance(node, cst.SimpleStatementLine) and len(node.body) > 1:
             raise Unfit(f"line {one.line} of {cell} has several statements")
         if imports and parsed.code(node) in dict(parsed.masked.hidden):
-            raise Unfit("torch would have to be imported before a line of IPython's own syntax")
+            raise Unfit(f"{name} would have to be imported before a line of IPython's own syntax")
     changes: dict[cst.CSTNode, Sequence[rewriting.Statement]] = {}
     for block in blocks:
         for is_wrapped, group in groupby(block, key=lambda node: any(node is one for one in wrapped)):

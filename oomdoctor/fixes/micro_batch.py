@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -48,11 +49,11 @@ from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
-from oomdoctor.program.definitions import Program, site
+from oomdoctor.program.definitions import Program, Scope, imports_library, site
 from oomdoctor.program.literals import Book
-from oomdoctor.program.names import all_imports_in, bound_by
+from oomdoctor.program.names import all_imports_in, bound_by, own_nodes
 from oomdoctor.program.regions import Region, regions
-from oomdoctor.program.training_loops import batch_of, called_like_a_model
+from oomdoctor.program.training_loops import batch_of, called_like_a_model, is_given_loss
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
@@ -85,7 +86,31 @@ _OVERHEAD: Final = 0.02
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find the steps that end in a backward pass in what the failing cell runs."""
-    return tuple(site("backward", one.scope, one.body[-1]) for one in regions(program))
+    found = tuple(site("backward", one.scope, one.body[-1]) for one in regions(program))
+    return found or tuple(site("step", scope, node) for scope, node in _steps(program))
+
+
+def _steps(program: Program) -> Iterator[tuple[Scope, ast.Expr]]:
+    """Yield the statements by which an optimizer of Jittor's takes the gradient of a loss and steps."""
+    for scope in program.running if imports_library(program, "jittor") else ():
+        for node in own_nodes(scope.body):
+            match node:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=of, attr="step"), args=[_], keywords=[])):
+                    if is_given_loss(ast.unparse(of)):
+                        yield scope, node
+
+
+def _taken_apart(cells: Cells) -> Cells:
+    """Return the cells with ``optimizer.step(loss)`` of Jittor as ``backward`` and then ``step``."""
+    texts: dict[int, list[str]] = {}
+    for scope, node in _steps(definitions.read(cells)):
+        lines = texts.setdefault(scope.cell, cells.get(scope.cell).source.split("\n"))
+        text, indent = ast.unparse(node), " " * node.col_offset
+        if lines[node.lineno - 1].strip() != text:
+            raise Unfit(f"line {node.lineno} has more than `{text}`")
+        step = text[: text.index(".step(")] + ".step()"
+        lines[node.lineno - 1] = f"{indent}{text.replace('.step(', '.backward(', 1)}\n{indent}{step}"
+    return cells.changed({number: "\n".join(lines) for number, lines in texts.items()})
 
 
 @_trainers.first("micro_batch")
@@ -101,7 +126,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         check(why_no_parts(code, loop))
     check_short(incident, evidence)
     activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    splittable = activations + (incident.requested or 0)
+    splittable = activations + (incident.requested or 0) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
     if not splittable:
         raise Unfit("no activations were found that splitting the batch could save")
     counts = fitting(_PARTS, evidence)
@@ -120,6 +145,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if "through" in dict(dose.values):
         through = _trainers.patched("micro_batch", cells, evidence, dose)
         return through if through is not None else Refused("no trainer was found in what the failing cell runs")
+    if (apart := _taken_apart(cells)) != cells:
+        written = need(patch(apart, evidence, dose))
+        edits = (replace(one, before=cells.get(one.cell).source) for one in written.edits)
+        return rewriting.join(cells, edits)
     found = regions(definitions.read(cells))
     if not found:
         raise Unfit("no backward pass was found in what the failing cell runs")
@@ -178,10 +207,15 @@ def _writer(
     replicas = [text for text, kind in known.models.items() if kind == DDP and _calls(region, text)]
     ddp = replicas[0] if len(replicas) == 1 else ""
     cuts = cuts or bool(given.get("draws") or ddp) or _draws(code, facts)
+    ending = ""
+    if import_lines.framework_of(cells) == "jittor":
+        if step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain:
+            raise Unfit("the batch is more than a few variables of Jittor's")
+        cuts, ending = False, f"{need(import_lines.library_name(cells, 'jittor'))[0]}.sync_all()"
     joins = bool(step.carried or (step.dim and step.gathered))
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
     by = names["batch_parts"] if cuts else ""
-    return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"], ddp)
+    return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"], ddp=ddp, ending=ending)
 
 
 def _calls(region: Region, text: str) -> bool:

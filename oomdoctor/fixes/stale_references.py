@@ -247,9 +247,9 @@ def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         raise Unfit("the cell empties the cache already")
     parsed = need(rewriting.read(cell.source))
     leading = "\n".join(parsed.code(node) for node in takewhile(rewriting.is_import, parsed.module.body))
-    torch = import_lines.torch_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
+    torch = import_lines.library_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
     name, imports = need(torch)
-    if torch != import_lines.torch_name(cells):
+    if torch != import_lines.library_name(cells):
         raise Unfit("torch is imported in the middle of the cell")
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
     module = import_lines.insert_at_top(parsed, parsed.module, [*imports, line])

@@ -23,7 +23,7 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.dry_run_result import Reading, Settings, late, no_reading
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.card import Card, in_use, not_in_use
-from oomdoctor.sandbox.copies import Copy, one_sentence, wait_for
+from oomdoctor.sandbox.copies import Copy, one_sentence, unsafe, wait_for
 from oomdoctor.sandbox.fork import processors
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def unsupported() -> str | None:
     torch: Any = sys.modules.get("torch")
     if sys.platform == "darwin" and torch is not None and torch.backends.mps.is_available():
         return "forecasts need fork(), which is not safe on macOS beside Metal"
+    if (why := unsafe()) is not None:
+        return f"forecasts need copies of the process: {why}"
     try:
         in_use()
     except Exception as error:  # noqa: BLE001  whatever the device answers with, it is not forecast then

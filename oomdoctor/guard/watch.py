@@ -9,6 +9,7 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,8 +171,12 @@ class Watch:
 
     @property
     def refuses(self) -> bool:
-        """Whether this system can refuse, and not only interrupt."""
-        return data_limit.users() is not None and self.gauge.process() is not None
+        """Whether what is asked for can be refused here, and the cell not only be interrupted.
+
+        Jittor ends the process where it is refused memory: it writes to what it did not get. Source:
+        ``AlignedAllocator::alloc`` in python/jittor/src/mem/allocator/aligned_allocator.cc.
+        """
+        return "jittor" not in sys.modules and data_limit.users() is not None and self.gauge.process() is not None
 
     # Around each cell -----------------------------------------------------------------------------------------
 
@@ -206,6 +211,9 @@ class Watch:
         return True
 
     def _keep(self, cell: _Cell, reading: Reading | None, *, begins: bool = False) -> None:
+        if cell.refusal is not None and "jittor" in sys.modules:  # the cell has imported it
+            cell.refusal = None
+            data_limit.lift()
         if cell.refusal is None:
             return
         free, margin = (None, 0) if reading is None else (reading.free, reading.margin(self.terms().margin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, ModuleMemory
+from oomdoctor.model.memory import Census, DeviceMemory, HostHolding, HostMemory, JittorMemory, ModuleMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class Evidence:
         censuses: who holds what, one for each of ``devices``, in their order.
         beside_tensors: the names that lead to most of this process's memory that is no tensor's, the largest first.
         modules: what the forward of each module keeps, where a dry run has told it.
+        jittor: what Jittor holds, None where the program has not loaded it.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -25,6 +26,7 @@ class Evidence:
     code: CodeFacts
     beside_tensors: tuple[HostHolding, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
+    jittor: JittorMemory | None = None
 
     @property
     def device(self) -> DeviceMemory:

@@ -51,6 +51,7 @@ def evidence(found: Evidence) -> dict[str, Any]:
         "devices": plain(found.devices),
         "host": plain(found.host),
         "beside_tensors": plain(found.beside_tensors),
+        "jittor": plain(found.jittor),
         "census": _census(found.census),
         "other_censuses": [_census(census) for census in found.censuses[1:]],
         "code": plain(found.code),

@@ -326,6 +326,39 @@ class HostMemory:
     unfilled: Measured = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JittorMemory:
+    """What Jittor holds: its variables, its graph of operators, and its caching allocators, in bytes.
+
+    Attributes:
+        held: variables that Python holds; ``alive``: all that are, those of the graph among them.
+        operators: of the graph: not computed yet, or kept for a gradient.
+        pool_used: of what its allocators hold, what is in use; ``pool_unused``: what they keep for later.
+        total: of the memory that it computes in, as it takes it; ``host_total``: of the host, whatever a container may
+            use of it.
+        limit: ``device_mem_limit`` or ``cpu_mem_limit``, None where none is set.
+        on_device: it computes on a GPU; ``swaps``: what is not in use may go to the host, and to disk.
+        holders: the names that lead to most of its variables, the largest first.
+    """
+
+    held: int
+    alive: int
+    operators: int
+    pool_used: int | None = None
+    pool_unused: int | None = None
+    total: int | None = None
+    host_total: int | None = None
+    limit: int | None = None
+    on_device: bool = False
+    swaps: bool = False
+    holders: tuple[HostHolding, ...] = ()
+
+    @property
+    def graph_bytes(self) -> int:
+        """An estimate of what variables of the graph take: the share of the pool that they are of all."""
+        return (self.pool_used or 0) * max(self.alive - self.held, 0) // max(self.alive, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
     """What the forward of one module keeps until the backward pass, as a dry run saw it.

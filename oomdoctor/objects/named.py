@@ -31,7 +31,8 @@ _FOLDERS: Final = (
     *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
     f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}",  # noqa: PTH120 - compared as text, like co_filename
 )
-_PACKAGES: Final = ("site-packages", "dist-packages")
+_PACKAGES: Final = ("site-packages", "dist-packages", "/.cache/jittor/")
+"""Parts of the paths of what was installed, and of what Jittor has compiled."""
 
 
 def is_users_file(path: Any) -> TypeGuard[str]:

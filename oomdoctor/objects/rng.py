@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from oomdoctor.objects import jittor
 from oomdoctor.objects.alive import keep_apart
 from oomdoctor.objects.kinds import module_of, mro_of, name_of
 from oomdoctor.objects.mementos import Code, Memento
@@ -27,6 +28,7 @@ class RandomState:
     numpy: Any
     torch_cpu: Any
     cuda: tuple[Any, ...]
+    jittor: int | None = None
 
     @classmethod
     def take(cls) -> RandomState:
@@ -37,6 +39,7 @@ class RandomState:
             numpy=numpy.get_state() if numpy is not None else None,
             torch_cpu=_apart(torch.get_rng_state()) if torch is not None else None,
             cuda=tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else (),
+            jittor=None if (engine := jittor.engine()) is None else engine.value,
         )
 
     def has_moved(self) -> bool:
@@ -60,6 +63,8 @@ class RandomState:
             torch.default_generator.manual_seed(_DEFAULT_SEED)
         if torch is not None and self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
+        if self.jittor is not None and (engine := jittor.engine()) is not None:
+            engine.value = self.jittor
 
 
 def _told(states: RandomState) -> tuple[Any, ...]:
@@ -67,7 +72,7 @@ def _told(states: RandomState) -> tuple[Any, ...]:
     numpy = None if states.numpy is None else (states.numpy[0], states.numpy[1].tobytes(), *states.numpy[2:])
     devices = tuple(state.numpy().tobytes() for state in states.cuda)
     torch = None if states.torch_cpu is None else states.torch_cpu.numpy().tobytes()
-    return states.python, numpy, torch, devices
+    return states.python, numpy, torch, devices, states.jittor
 
 
 def _apart(state: Any) -> Any:

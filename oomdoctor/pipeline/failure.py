@@ -243,7 +243,10 @@ def planning(
         time_budget_s, unforecast = 0.0, _NO_TENSORS
     is_host = session.accelerator.name == "cpu"
     reserve = set_aside + (0 if transaction is None else transaction.bytes_to_copy) if is_host else 0
-    budget = budget_of(case.evidence, reserve)
+    budget, held = budget_of(case.evidence, reserve), case.evidence.device.reserved
+    if case.incident.format == "guard" and case.incident.total is not None:  # a limit above the cell may be lower
+        given = case.incident.total + (held if isinstance(held, int) else 0)
+        at_most = given if at_most is None else min(at_most, given)
     leaks = [finding for finding in case.findings if finding.cause is Cause.LEAK_OR_PINNED_GRAPH]
     with uncounted():
         return Planning(

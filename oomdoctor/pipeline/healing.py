@@ -35,6 +35,7 @@ from oomdoctor.pipeline.reports import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
 from oomdoctor.retry.heal import Run
+from oomdoctor.sandbox.copies import unsafe
 
 _FOLLOWING: Final = 3
 """How many changes may be tried besides one with which memory ran out, and how many doses of each."""
@@ -334,6 +335,8 @@ class Checks:
         from oomdoctor.evidence import host
         from oomdoctor.trial import HostCopies, compare
 
+        if (why := unsafe()) is not None:
+            return Trial(same=None, why=why)
         restore, device = self.transaction.restore, self.session.accelerator
         if not device.read().simulated:
             if device.name != "cpu" and not device.name.startswith("cuda"):

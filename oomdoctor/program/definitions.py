@@ -341,5 +341,11 @@ def imports_of(program: Program) -> dict[str, str]:
     return dict(pair for scope in program.scopes for node in own_nodes(scope.body) for pair in imported(node))
 
 
+@lru_cache(maxsize=16)
+def imports_library(program: Program, library: str) -> bool:
+    """Return whether the cells import a library, or a part of it."""
+    return any(home.partition(".")[0] == library for home in imports_of(program).values())
+
+
 def _call(scope: Scope, node: ast.expr) -> Call:
     return Call(cell=scope.cell, line=node.lineno, name=call_name(node), _scope=scope, _node=node)

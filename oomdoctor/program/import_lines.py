@@ -41,14 +41,20 @@ def knows_torch(cells: Cells) -> bool:
     return any(("torch", "torch") in imports_in(cell.source) for cell in cells.history)
 
 
-def torch_name(cells: Cells) -> tuple[str, tuple[str, ...]] | Refused:
-    """Return the name that the cells know torch by, and the import that is needed for it, if any."""
-    if qualified_name(cells, "torch").rpartition(".")[2] != "torch":
-        return Refused("`torch` stands for something else in these cells")
-    names = [name for cell in cells.history for name, home in sorted(imports_in(cell.source)) if home == "torch"]
-    if "torch" in names or not names:
-        return "torch", () if names else ("import torch",)
+def library_name(cells: Cells, library: str = "torch") -> tuple[str, tuple[str, ...]] | Refused:
+    """Return the name that the cells know a library by, and the import that is needed for it, if any."""
+    if qualified_name(cells, library).rpartition(".")[2] != library:
+        return Refused(f"`{library}` stands for something else in these cells")
+    names = [name for cell in cells.history for name, home in sorted(imports_in(cell.source)) if home == library]
+    if library in names or not names:
+        return library, () if names else (f"import {library}",)
     return names[-1], ()
+
+
+def framework_of(cells: Cells) -> str:
+    """Return which library the cells compute with, by what they import: Jittor, or else torch."""
+    homes = {home.partition(".")[0] for cell in cells.history for _, home in all_imports_in(cell.source)}
+    return "jittor" if "jittor" in homes and "torch" not in homes else "torch"
 
 
 def qualified_name(cells: Cells, text: str) -> str:

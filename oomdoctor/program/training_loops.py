@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.program import torch_functions
-from oomdoctor.program.definitions import Program, Scope
+from oomdoctor.program.definitions import Program, Scope, imports_library
 from oomdoctor.program.magics import Definition, Loop
 from oomdoctor.program.names import call_name, loaded, own_nodes, target_names
 from oomdoctor.program.regions import Region
@@ -28,6 +28,7 @@ _SCHEDULER: Final = re.compile(r"sched|warmup|lr_", re.IGNORECASE)
 _MODEL: Final = re.compile(
     r"^(?!(load|save|build|create|get|make|eval|evaluate|train|test|init|print|plot|optimi[sz]e|update)_)(self\.)?(\w*model|\w*net|\w*encoder|\w*decoder|generator|discriminator|vae|net[A-Z])$"
 )
+_GIVEN_LOSS: Final = re.compile(r"accelerator|(^|\.)(fabric|opt|\w*optim\w*|\w+_opt)$", re.IGNORECASE)
 _DRAWS: Final = re.compile(
     r"^((torch|np|numpy|random)\.|np\.random\.|numpy\.random\.|torch\.distributions\.)?"
     rf"({'|'.join(sorted(torch_functions.DRAWS))}|random|choice|shuffle|uniform|rsample|sample)$"
@@ -169,6 +170,8 @@ def _events(program: Program, body: list[ast.stmt], roles: _Roles, depth: int) -
         if event is not None and event[0] in {"forward", "step"} and roles.of(text) is None and own is not None:
             event = None  # a function of the cells, whatever its name sounds like
         if event is not None:
+            if event[0] == "step" and call.args and imports_library(program, "jittor"):
+                yield "backward", ast.unparse(call.args[0])  # Jittor's optimizers take the gradient themselves
             yield event
             if method == "step" and call.args and (closure := program.function(call_name(call.args[0]))) is not None:
                 yield from _events(program, list(closure.body), roles, 0)
@@ -195,6 +198,11 @@ def _event(call: ast.Call, roles: _Roles) -> tuple[str, str] | None:
     if roles.of(text) == "model" or (roles.of(text) is None and called_like_a_model(text)):
         return "forward", text
     return None
+
+
+def is_given_loss(receiver: str) -> bool:
+    """Return whether ``backward`` of what is called so is given the loss: of accelerate, Fabric, apex and Jittor."""
+    return _GIVEN_LOSS.search(receiver) is not None
 
 
 def _calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
@@ -286,7 +294,7 @@ def _loss(loop: Loop) -> tuple[str | None, str | None]:
         if method != "backward":
             continue
         value: ast.AST = call.func.value if isinstance(call.func, ast.Attribute) else call
-        if call.args and not isinstance(value, ast.Call) and ("accelerator" in receiver or receiver == "fabric"):
+        if call.args and not isinstance(value, ast.Call) and is_given_loss(receiver):
             value = call.args[0]
         elif isinstance(value, ast.Call) and "scaler" in ast.unparse(value.func).lower() and value.args:
             value = value.args[0]

@@ -19,6 +19,7 @@ from types import (
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType
 
+from oomdoctor.objects import jittor
 from oomdoctor.objects.containers import (
     PLAIN_CONTAINERS,
     Recipe,
@@ -79,7 +80,7 @@ DEPTH: Final = 40
 MOST_OBJECTS: Final = 200_000
 OBJECTS: Final = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER, Kind.LOADER})
 _OPEN_MODULES: Final = (
-    *("torch.", "types", "argparse", "collections"),
+    *("torch.", "types", "argparse", "collections", "jittor"),
     *("transformers.train", "accelerate.", "lightning.", "pytorch_lightning."),
 )
 """Classes whose ``__dict__`` is their whole state, beside the user's own: torch's scalers, samplers and the like, and
@@ -118,6 +119,8 @@ def note(state: NamespaceState, value: Any, path: str, kind: Kind, held: Any, de
         _note_own(state, value, path, kind, held, depth)
     elif kind is Kind.CALLABLE:
         _note_callable(state, value, path, held, depth)
+    elif jittor.is_var(cls):
+        state.add(jittor.Value(value, path))
     elif kind in OBJECTS or is_open(cls) or issubclass(cls, BaseException):
         recipe = _note_attributes(state, value, path, kind, held, depth)
         if kind is Kind.MODULE and kind_of(type((plain_dict(value) or {}).get("_modules"))) is not Kind.MAPPING:

@@ -20,7 +20,7 @@ import rule_engine
 
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import DeviceMemory, HostMemory, Role
+from oomdoctor.model.memory import DeviceMemory, HostMemory, JittorMemory, Role
 from oomdoctor.model.sizes import format_size
 
 Fact: TypeAlias = float | int | str | bool | None
@@ -55,6 +55,7 @@ SITES: Final[Mapping[str, str]] = {
     "loads_on_device": "load_mmap",
     "carries_state": "detach_state",
     "gathers_predictions": "offload_predictions",
+    "accumulates_lazily": "jittor_sync",
     "history_append": "detach_history",
     "keeps_gradients": "set_to_none",
     "retain_graph": "drop_retain_graph",
@@ -104,6 +105,12 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **_numbers("data_set", "data_set_ratio", "freed", "freed_ratio", "largest_ratio"),
         # of the parameters: what no name leads to, how many root modules have some, bytes of one number
         **_numbers("unnamed_parameter", "models", "parameter_bytes_each"),
+    },
+    "jittor": {
+        **_of(JittorMemory, "held", "alive", "operators"),
+        # variables that are held and that are alive, and operators of its graph
+        **_numbers("held", "alive", "operators", "unused_ratio", "largest"),
+        "largest_path": str,
     },
     "code": {
         **_of(CodeFacts),

@@ -16,9 +16,10 @@ from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostHolding, HostMemory, Role
+from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostHolding, HostMemory, JittorMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
+from oomdoctor.objects.jittor import told
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
 
 T = TypeVar("T")
@@ -39,7 +40,18 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
         if evidence.census.device == _HOST:
             given["census"] |= _beside(evidence.beside_tensors)
         given["code"] = _code(evidence.code, incident)
+    lazy = told(incident.message) if evidence is None else evidence.jittor
+    if lazy is not None:
+        given["jittor"] = _jittor(lazy)
     return complete(given)
+
+
+def _jittor(memory: JittorMemory) -> dict[str, Fact]:
+    """Return what Jittor holds, and the name that leads to most of its variables."""
+    whole = (memory.pool_used or 0) + (memory.pool_unused or 0)
+    facts = {**_plain(memory, "jittor"), "unused_ratio": _share(memory.pool_unused, whole)}
+    most = next(iter(memory.holders), None)
+    return facts if most is None else {**facts, "largest": most.bytes, "largest_path": most.path}
 
 
 def complete(facts: Facts) -> Facts:
@@ -185,7 +197,7 @@ def _elsewhere(facts: Mapping[str, Fact]) -> float | None:
     return max(0.0, total - free - own)
 
 
-def _plain(source: DeviceMemory | HostMemory | Incident | CodeFacts, group: str) -> dict[str, Fact]:
+def _plain(source: DeviceMemory | HostMemory | JittorMemory | Incident | CodeFacts, group: str) -> dict[str, Fact]:
     """Return the fields of ``source`` that are facts; what a collector could not read is null."""
     values = {one.name: getattr(source, one.name) for one in fields(source) if one.name in SYMBOLS[group]}
     return {name: _known(value) for name, value in values.items()}

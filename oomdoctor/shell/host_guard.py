@@ -97,9 +97,7 @@ def status(guard: Watch) -> list[str]:
             f"{reading.name}; the guard keeps {format_size(margin)} of it free"
         )
     if why and not guard.refuses:
-        told.append(
-            "this system cannot refuse single requests: the guard interrupts the cell when memory is nearly full"
-        )
+        told.append("single requests cannot be refused here: the guard interrupts the cell when memory is nearly full")
     if why and guard.interrupt.signal is None and guard.refuses:
         told.append("no signal is free: the guard refuses requests, and interrupts at the next bytecode alone")
     told.append(f"black box: {'on' if guard.record is not None else 'off, as this is no Jupyter kernel'}")

@@ -11,7 +11,7 @@ from rich.text import Text
 from oomdoctor.errors import UsageError
 from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.memory import CellGrowth, DeviceMemory, HostMemory, Usage
+from oomdoctor.model.memory import CellGrowth, DeviceMemory, HostMemory, JittorMemory, Usage
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import labels
@@ -74,9 +74,24 @@ def survey(
         *(_headline(card.headline) for card in found),
         *apart(*(growth.blocks() if growth is not None else [])),
         *(Section(card.blocks()) for card in found),
+        *(() if evidence.jittor is None else (Section(tuple(_jittor(evidence.jittor, top))),)),
         *((Head("Memory over time"), history) if history is not None else ()),
         *apart(*(Line(line, "muted") for line in absences(evidence, absent))),
     )
+
+
+def _jittor(memory: JittorMemory, top: int) -> Iterator[Block]:
+    """Yield what Jittor holds, and the names that lead to most of its variables."""
+    yield Head("Jittor")
+    yield Line(
+        f"{memory.alive} variables are alive, of which the program holds {memory.held}; "
+        f"{memory.operators} operators wait to be computed or are kept for a gradient."
+    )
+    if memory.pool_used is not None and memory.pool_unused is not None:
+        used, unused = format_size(memory.pool_used), format_size(memory.pool_unused)
+        yield Line(f"Its pools hold {used} in use and {unused} unused.")
+    for one in memory.holders[:top]:
+        yield Line(f"`{labels.clean(one.path, 120)}` leads to {format_size(one.bytes)} of variables.", "muted")
 
 
 def cards(evidence: Evidence, *, top: int = TOP) -> tuple[Card, ...]:

@@ -61,7 +61,10 @@ _NO_LEAK: Final = (
 _HOST_ONLY: Final = Settings(elsewhere="it saves memory of the host, and the families run out of a device's")
 _ONE_PROCESS: Final = Settings(elsewhere="it is for several ranks, and the families train in one process")
 
+_OF_JITTOR: Final = Settings(elsewhere="it is for Jittor's programs, and the families are torch's")
+
 SETTINGS: Final[Mapping[str, Settings]] = {
+    **dict.fromkeys(("jittor_sync", "jittor_release", "jittor_amp"), _OF_JITTOR),
     **dict.fromkeys(("fewer_workers", "prefetch", "pin_memory_off", "persistent_workers_off"), _HOST_ONLY),
     **dict.fromkeys(("sharing_strategy", "memmap_array", "narrow_dtype"), _HOST_ONLY),
     **dict.fromkeys(("sparse_dummies", "category_columns", "narrow_columns"), _HOST_ONLY),

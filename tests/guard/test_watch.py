@@ -323,3 +323,30 @@ def test_a_cell_costs_less_than_a_tenth_of_a_millisecond_more_or_less(watch: Wat
         watch.end_cell()
         took.append(time.perf_counter() - began)
     assert sorted(took)[10] < 1e-3, "the benchmark measures it; this is ten times as much"
+
+
+def test_beside_jittor_a_cell_is_interrupted_and_never_refused(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to memory that it was refused, which ends the process: also where a cell has just imported it."""
+    before = soft()
+    watch.arm(1, "import jittor")
+    assert soft() != before
+    monkeypatch.setitem(sys.modules, "jittor", type(sys)("jittor"))
+    end = time.monotonic() + 20
+    while soft() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert soft() == before
+    watch.settle()
+    watch.arm(2, "x")
+    assert soft() == before
+    monkeypatch.setattr(watch.gauge, "read", lambda: reading(0))
+    watch.settle()
+    watch.arm(3, "x")
+    cell = watch._cell
+    assert cell is not None
+    cell.most = 0
+    made: dict[str, Any] = {}
+    exec(compile("def run_code(do):\n    return do()", SHELL, "exec"), made)
+    with pytest.raises(HostMemoryPressure):
+        made["run_code"](lambda: time.sleep(20))
+    assert soft() == before
+    watch.settle()

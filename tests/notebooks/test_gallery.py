@@ -35,7 +35,7 @@ def source(name: str) -> dict[str, Any]:
 
 
 def test_the_gallery_is_there() -> None:
-    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06", "07", "08"]
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06", "07", "08", "10"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +83,7 @@ def test_a_notebook_runs_with_a_graphics_card_as_it_is(name: str) -> None:
     assert re.search(r"with(?: or|\s+and)\s+without\s+a\s+graphics\s+card", cells[0])
     limits = [cell for cell in cells if "%oomdoctor simulate" in cell]
     if not limits:
-        assert name == "07_host_memory"
+        assert name in ("07_host_memory", "10_jittor")
         return
     assert any('device = "cuda" if torch.cuda.is_available() else "cpu"' in cell for cell in cells)
     (limit,) = limits

@@ -36,3 +36,12 @@ def test_what_copies_open_at_the_same_time_has_the_same_file_descriptors() -> No
     told = [descriptors for copy in copies for descriptors in copy.wait()]
     assert len(told) == len(copies)
     assert len(set(map(tuple, told))) == 1
+
+
+def test_beside_jittor_no_copy_is_made_that_would_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler of signals ends the process when a child of it was killed."""
+    monkeypatch.setitem(sys.modules, "jittor", type(sys)("jittor"))
+    copy = Copy(lambda: ["told"], limit_s=60.0)
+    assert list(copy.wait()) == []
+    assert (copy.over, copy.failed) == (True, "Jittor ends a process when a copy of it is ended")
+    assert copy.end() is None

@@ -1,0 +1,177 @@
+"""What Jittor keeps for itself: graphs that nobody has asked to be computed, blocks of its pools, 32 bits.
+
+``jittor_sync``: Jittor computes when a value is asked for. ``optimizer.backward`` asks for none, so that the graphs of
+all parts of an accumulation live on until ``step``, with what they save. ``jt.sync_all()`` after each part computes
+its gradients, and lets go of its graph. Operators that would have been fused are computed apart, which may round
+otherwise; the gradients of the programs of its test are the same bit for bit.
+
+``jittor_release``: its allocators keep what is freed. ``jt.gc()`` gives back what is not in use.
+
+``jittor_amp``: operators prefer 16 bits from the level on that ``auto_mixed_precision_level`` is set to.
+
+Steps in parts and evaluation without gradients are those of torch: see ``micro_batch`` and ``no_grad_eval``.
+
+Sources: optim.py, src/executor.cc, src/mem/allocator/sfrl_allocator.cc and src/var.cc of Jittor 1.3.11.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import libcst as cst
+
+from oomdoctor.fixes._preconditions import Unfit, check_training, need, proposing, refusing, sites_of
+from oomdoctor.model.evidence import Evidence
+from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
+from oomdoctor.model.incident import Incident
+from oomdoctor.model.memory import JittorMemory
+from oomdoctor.model.session import Cells
+from oomdoctor.model.site import Site
+from oomdoctor.model.sizes import MIB, format_size
+from oomdoctor.model.unavailable import Refused
+from oomdoctor.objects.known import Objects
+from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program.definitions import Program, imports_library, site, statements
+from oomdoctor.program.names import own_nodes
+from oomdoctor.program.torch_functions import last_name
+
+_SYNCS: Final = frozenset({"sync_all", "sync"})
+_NO_PLACE: Final = "no gradients are accumulated over several backward passes without `jt.sync_all()`"
+_LEVEL: Final = "auto_mixed_precision_level"
+_PREFERS_16_BITS: Final = 5
+_LEAST: Final = 16 * MIB
+"""Of a pool: less is not worth a change."""
+
+
+def _detect(program: Program, objects: Objects) -> tuple[Site, ...]:
+    """Find each backward pass of an accumulation after which nothing is computed."""
+    if not imports_library(program, "jittor"):
+        return ()
+    return tuple(
+        site("accumulation", scope, statement.node)
+        for scope in program.running
+        for statement in statements(scope.body)
+        if statement.loops and _is_backward(statement.node) and not _computes(statement.loops[-1].body)
+    )
+
+
+def _is_backward(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and last_name(call) == "backward" and bool(call.args)
+
+
+def _computes(body: list[ast.stmt]) -> bool:
+    """Whether each turn of a loop steps an optimizer, or asks for values."""
+    steps = any(isinstance(one, ast.Expr) and _calls(one.value, {"step"}) for one in body)
+    return steps or any(_calls(node, _SYNCS) for node in own_nodes(body))
+
+
+def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
+    return isinstance(node, ast.Call) and last_name(node) in names
+
+
+def _memory(evidence: Evidence) -> JittorMemory:
+    return need(evidence.jittor, "the program does not use Jittor")
+
+
+@proposing
+def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where the graphs of several parts are alive."""
+    memory = _memory(evidence)
+    sites_of(evidence, "jittor_sync", _NO_PLACE)
+    if not memory.operators:
+        raise Unfit("no operator of Jittor's graph was alive")
+    kept = memory.alive - memory.held
+    basis = f"estimate: {kept} of {memory.alive} variables that are alive belong to graphs"
+    yield Proposal(effect=Effect.EQUIVALENT, saves=memory.graph_bytes, basis=basis)
+
+
+@refusing
+def _patch_sync(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Put ``jt.sync_all()`` behind each of these backward passes."""
+    sites = sites_of(evidence, "jittor_sync", _NO_PLACE)
+    return rewriting.at_sites(cells, sites, partial(_synced, cells))
+
+
+def _synced(cells: Cells, parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
+    name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
+    changes: dict[cst.CSTNode, rewriting.New] = {}
+    for one in sites:
+        node = rewriting.statement_at(parsed, one.line)
+        if not isinstance(node, cst.SimpleStatementLine) or len(node.body) > 1:
+            raise Unfit(f"{one.where} has several statements")
+        changes[node] = [node, *rewriting.statements(f"{name}.sync_all()\n", parsed)]
+    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+
+
+@proposing
+def _propose_release(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it where the pools keep something."""
+    kept = _memory(evidence).pool_unused
+    if kept is None or kept < _LEAST:
+        raise Unfit("Jittor's pools keep nothing that could be given back")
+    basis = f"measured: Jittor's pools keep {format_size(kept)} that is not in use"
+    yield Proposal(effect=Effect.EXACT, saves=kept, basis=basis)
+
+
+@proposing
+def _propose_amp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
+    """Propose it for what Jittor computes in 32 bits."""
+    used = _memory(evidence).pool_used
+    if not used or used < _LEAST:
+        raise Unfit("Jittor's pools hold too little for 16 bits to matter")
+    check_training(evidence)
+    yield Proposal(
+        effect=Effect.CHANGES_RESULT,
+        saves=used // 4,
+        basis=f"a guess: a quarter of the {format_size(used)} that Jittor's pools hold; parameters stay in 32 bits",
+        caveat="results are rounded to 16 bits; the level holds for the whole program until it is set to 0",
+    )
+
+
+@refusing
+def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
+    """Put a line before all else of the failing cell but its imports."""
+    name, imports = need(import_lines.library_name(cells, "jittor"))
+    text = line.format(name)
+    if text in cells.failing.source:
+        raise Unfit(f"the failing cell says `{text}` already")
+    parsed = need(rewriting.read(cells.failing.source))
+    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, text])
+    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+
+
+FIXES: Final = (
+    Fix(
+        id="jittor_sync",
+        title="Compute Jittor's gradients after each part of an accumulation (jt.sync_all)",
+        effect=Effect.EQUIVALENT,
+        tolerance=1e-6,
+        cost="operators of several parts are not fused",
+        propose=_propose_sync,
+        patch=_patch_sync,
+        detect=_detect,
+        is_tried=False,
+    ),
+    Fix(
+        id="jittor_release",
+        title="Give back what Jittor's pools keep unused (jt.gc)",
+        effect=Effect.EXACT,
+        cost="what is needed again has to be asked of the system",
+        propose=_propose_release,
+        patch=partial(_patch_top, "{}.gc()"),
+        is_tried=False,
+    ),
+    Fix(
+        id="jittor_amp",
+        title="Have Jittor prefer 16 bits",
+        effect=Effect.CHANGES_RESULT,
+        cost="nothing on a GPU with 16-bit units; slower on most processors",
+        propose=_propose_amp,
+        patch=partial(_patch_top, f"{{}}.flags.{_LEVEL} = {_PREFERS_16_BITS}"),
+        is_tried=False,
+    ),
+)
