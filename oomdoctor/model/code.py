@@ -62,6 +62,7 @@ class ModelFacts:
 
     Attributes:
         path: the expression for it, ``model``.
+        stepped: an optimizer that a name holds steps parameters of it.
         blocks: paths of containers of repeated blocks below it (``encoder.layers``), outermost first.
         segments: parts to run again in the backward pass, paths and stretches ``features[0:3]``, in their order.
         switches: methods by which parts of it recompute their own layers, ``(path, whether it may leave layers out)``.
@@ -81,6 +82,7 @@ class ModelFacts:
     type_name: str
     training: bool
     parameter_bytes: int
+    stepped: bool = False
     blocks: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
     switches: tuple[tuple[str, bool], ...] = ()
@@ -247,6 +249,7 @@ class CodeFacts:
         compiles: a call of ``torch.compile``; ``cuda_graphs``: of what captures a CUDA graph.
         framework: other libraries in this process that take memory of the device, ``tensorflow, jax``.
         reruns: how often the source of the failing cell was run before.
+        grows: names of the failing cell that hold more with each round of a loop, with the line that makes them.
         trainers: the trainers of libraries that the failure came out of.
         sites: where the practices stand that fixes mend, by the id of the fix.
     """
@@ -289,6 +292,7 @@ class CodeFacts:
     cuda_graphs: str | None = None
     framework: str | None = None
     reruns: int = 0
+    grows: tuple[tuple[str, str], ...] = ()
     trainers: tuple[TrainerFacts, ...] = ()
     sites: Mapping[str, tuple[Site, ...]] = field(default_factory=dict)
 
