@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isqrt
+from math import isqrt, prod
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -122,6 +122,8 @@ def _model(path: str, root: Any, stepped: Container[int]) -> ModelFacts:
     # Modules put into evaluation mode one by one (frozen normalisation) neither couple samples nor draw numbers.
     active = [module for module in tree if not trains or module.flag("training", True)]
     blocks = tuple(module.path for module in tree if _is_repeated(module))
+    repeats, repeated = _repeated(tree, blocks)
+    convolutions = [one for one in tree if _is_dense_convolution(one)]
     return ModelFacts(
         path=path,
         type_name=type(root).__name__,
@@ -142,6 +144,10 @@ def _model(path: str, root: Any, stepped: Container[int]) -> ModelFacts:
         ),
         any_size=tuple(module.path for module in tree if _POOLS & module.names),
         linear_bytes=_bytes_of(_parameters(one for one in tree if one.cls.__name__ == "Linear").values()),
+        convolution_bytes=_bytes_of(one.mapping("_parameters").get("weight") for one in convolutions),
+        separable_bytes=sum(map(_separable_bytes, convolutions)),
+        repeats=repeats,
+        repeated_bytes=repeated,
         fused_without_grad=tuple(module.path for module in tree if _FUSED & module.names),
         hooked=tuple(module.path for module in tree if _is_hooked(module)),
         leaves=tuple(_leaves(tree)),
@@ -309,7 +315,7 @@ def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
 
     A parameter of a lazy module has none as yet: asked through ``__torch_function__``, it would raise.
     """
-    tensors = list(tensors)
+    tensors = [one for one in tensors if kind_of(type(one)) is Kind.TENSOR]
     if not tensors:  # torch may not be loaded
         return []
     from torch import _C, Tensor
@@ -330,6 +336,30 @@ def _names_loss(cls: type) -> bool:
 
 def _bytes_of(tensors: Iterable[Any]) -> int:
     return sum(count * each for count, each in sizes(tensors))
+
+
+def _repeated(tree: Sequence[_Module], blocks: Sequence[str]) -> tuple[int, int]:
+    """Return blocks and bytes of the container of repeated blocks in which one set of weights would save most."""
+    found = [(0, 0)]
+    for path in blocks:
+        within = [one for one in tree if one.path != path and one.path.startswith(f"{path}." if path else "")]
+        below = {one.path.removeprefix(path).lstrip(".").partition(".")[0] for one in within}
+        found.append((len(below), _bytes_of(_parameters(within).values())))
+    return max(found, key=lambda one: one[1] - one[1] // max(one[0], 1))
+
+
+def _is_dense_convolution(module: _Module) -> bool:
+    """Whether it is a convolution of more than a point, all of whose inputs go into each output."""
+    kernel = module.own.get("kernel_size")
+    is_wide = type(kernel) is tuple and all(type(one) is int for one in kernel) and prod(kernel) > 1
+    return "_ConvNd" in module.names and module.own.get("groups") == 1 and is_wide and module.number("in_channels") > 1
+
+
+def _separable_bytes(module: _Module) -> int:
+    """Return what a depthwise convolution and one of a point after it would take in its place."""
+    inputs, outputs = int(module.number("in_channels")), int(module.number("out_channels"))
+    count, each = next(iter(sizes([module.mapping("_parameters").get("weight")])), (0, 0))
+    return (inputs * prod(module.own["kernel_size"]) + inputs * outputs) * each if count else 0
 
 
 def _parameters(modules: Iterable[_Module]) -> dict[int, Any]:

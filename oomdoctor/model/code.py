@@ -71,6 +71,9 @@ class ModelFacts:
         sequence_first: recurrent and attention modules that take the batch in dimension 1.
         any_size: modules that pool images of whatever size to the one that the layers after them take.
         linear_bytes: parameters of ``nn.Linear`` layers.
+        convolution_bytes: weights of convolutions wider than a point that are neither grouped nor depthwise;
+            ``separable_bytes``: what a depthwise one and one of a point would take in the place of each.
+        repeats: blocks of the container of repeated blocks that has most to share, and their ``repeated_bytes``.
         fused_without_grad: modules that in evaluation without gradients compute by another, fused kernel.
         hooked: modules with hooks that are called at each forward, empty text for the model itself.
         leaves: attributes in which a forward has left tensors with their graph, a loss term or features.
@@ -91,6 +94,10 @@ class ModelFacts:
     sequence_first: tuple[str, ...] = ()
     any_size: tuple[str, ...] = ()
     linear_bytes: int = 0
+    convolution_bytes: int = 0
+    separable_bytes: int = 0
+    repeats: int = 0
+    repeated_bytes: int = 0
     fused_without_grad: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()

@@ -130,6 +130,9 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         # the failing line is of a training and ran with gradients on
         "differentiated": bool,
         **_numbers("models", "parameter_bytes", "optimizers", "history_appends", "stepped_bytes", "most_classes"),
+        # dense convolutions, and depthwise separable ones in their place; repeated blocks, half of them, one for all
+        **_numbers("convolution_bytes", "separable_bytes", "repeats", "repeated_bytes", "halved_bytes", "shared_bytes"),
+        "repeated_path": str,
         # what the parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
         **_numbers("half_bytes", "int4_bytes", "adam_bytes"),
     },

@@ -267,6 +267,7 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
         "accumulates": any(loop.accumulates for loop in running),
         "models": len(code.models),
         "parameter_bytes": sum(model.parameter_bytes for model in code.models),
+        **_smaller(code),
         "optimizers": len(code.optimizers),
         **_stepping(code, line),
         "history_appends": len(code.sites.get("detach_history", ())),
@@ -276,6 +277,20 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
         "stale": ", ".join(one.names[0] for one in code.sites.get("free_stale", ())) or None,
         "batch_norm": any(model.batch_norm for model in code.models),
     }
+
+
+def _smaller(code: CodeFacts) -> dict[str, Fact]:
+    """Return what lighter architectures of the same shapes would take, for the model that has most of each kind."""
+    facts: dict[str, Fact] = {}
+    wide = max(code.models, key=lambda model: model.convolution_bytes, default=None)
+    deep = max(code.models, key=lambda model: model.repeated_bytes, default=None)
+    if wide is not None and wide.convolution_bytes:
+        facts = {"convolution_bytes": wide.convolution_bytes, "separable_bytes": wide.separable_bytes}
+    if deep is not None and deep.repeats > 1:
+        facts |= {"repeats": deep.repeats, "repeated_bytes": deep.repeated_bytes}
+        facts |= {"halved_bytes": deep.repeated_bytes // 2, "shared_bytes": deep.repeated_bytes // deep.repeats}
+        facts["repeated_path"] = deep.path
+    return facts
 
 
 _NOWHERE: Final = CellLine(number=None, line=None, source_line="")
