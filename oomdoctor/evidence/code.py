@@ -30,6 +30,7 @@ from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import Program, read
 from oomdoctor.program.dependencies import Ground, ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
+from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repeatability import Repetition, not_repeatable
 from oomdoctor.program.training_loops import training_loops
@@ -72,7 +73,7 @@ def facts(
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
     local = tuple(local)
-    models, losses = _models.models(modules), _models.losses(modules)
+    models, losses = _models.models(modules, optimizers), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
     kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
     kinds |= {path: "optimizer" for path, _ in optimizers}
@@ -122,10 +123,19 @@ def facts(
         world_size=world_size(),
         replicas=replicas(modules),
         reruns=_reruns(cells),
+        grows=() if line is None else _grows(cells),
         trainers=trainers(program, under, passed, modules),
         **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )
+
+
+def _grows(cells: Cells) -> tuple[tuple[str, str], ...]:
+    """Return the names of the failing cell that hold more with each round of a loop, and the line that makes them."""
+    cell = cells.failing
+    lines = cell.source.split("\n")
+    found = growing(cell.source).items()
+    return tuple((name, f"In[{cell.number}] line {at}: {lines[at - 1].strip()}") for name, at in found)
 
 
 def _ahead(
