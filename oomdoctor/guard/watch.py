@@ -22,7 +22,7 @@ from oomdoctor.guard import copies, exemptions
 from oomdoctor.guard.black_box import Record
 from oomdoctor.guard.gauge import GROUP, Gauge, Reading, resident
 from oomdoctor.guard.interrupt import Interrupt
-from oomdoctor.guard.refusal import CEILING, LEAST, LEAST_SHARE, Refusal
+from oomdoctor.guard.refusal import LEAST, LEAST_SHARE, Refusal, ceiling_name
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import data_limit, reserve
@@ -345,7 +345,8 @@ class Watch:
             cell.raised, cell.start = self.interrupt.raised, cell.start + _AGAIN
             cell.most = (reading.used if reading is not None else 0) + _AGAIN
         if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
-            self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
+            name = ceiling_name(cell.ceiling)
+            self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=name))
             return NEAR_S
         if reading is None or not (cell.is_watched or self.record):
             return FAR_S if cell.ceiling is None else NEAR_S

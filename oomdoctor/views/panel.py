@@ -25,7 +25,8 @@ from oomdoctor.views.controls import (
     to_copy,
     working,
 )
-from oomdoctor.views.diagnosis import Retry, why_nothing
+from oomdoctor.views.diagnosis import Retry, changing, why_nothing
+from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
 from oomdoctor.views.prices import fix_rows, offered
 
@@ -38,6 +39,7 @@ _AUTO: Final = (
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
+_CHANGES: Final = "The best that changes them, never applied by itself:"
 _UNDO: Final = "Undo what the last retry changed"
 _SKIP: Final = "Stop the forecasts: fixes without one keep their estimates"
 _NARROW: Final = {"width": "auto", "max_width": "14em"}
@@ -155,7 +157,8 @@ class Panel:
         self._why.value = "" if pending else paragraph(part("inline", self._best.tooltip))
         budget = case.plan.unchanged.budget
         self._fits = self._fit.value = "" if budget is None else format_size(budget)
-        self._fill(case.plan, retry.chosen[0] if retry.chosen else None)
+        other = changing(case.plan) if not (pending or retry.chosen or retry.why) else None
+        self._fill(case.plan, retry.chosen[0] if retry.chosen else None, other)
         self.refresh()
 
     def show_progress(self, plan: Plan, elapsed_s: float) -> None:
@@ -182,15 +185,22 @@ class Panel:
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
 
-    def _fill(self, plan: Plan, best: Candidate | None) -> None:
-        """Show what concerns the best fix at once, and a row for each other one where it is asked for."""
+    def _fill(self, plan: Plan, best: Candidate | None, other: Candidate | None) -> None:
+        """Show what concerns the best fix at once, and a row for each other one where it is asked for.
+
+        Args:
+            other: the best of those that change results, where none that keeps them is to be tried.
+        """
         press = None if self._typed else partial(self._press, "fix")
-        self._rows = [
-            Row(self._widgets, row.number, candidate, plan, self._buttons, press, is_best=candidate is best)
-            for row, candidate in zip(fix_rows(plan), plan.candidates, strict=True)
-            if row.apply or row.diff
-        ]
-        first = next((row for row in self._rows if row.is_best), None)
+        before = f"{why_nothing(plan)} {_CHANGES}"
+
+        def made(row: FixRow, one: Candidate) -> Row:
+            place: dict[str, Any] = {"is_best": one is best, "before": before if one is other else ""}
+            return Row(self._widgets, row.number, one, plan, self._buttons, press, **place)
+
+        rows = zip(fix_rows(plan), plan.candidates, strict=True)
+        self._rows = [made(row, one) for row, one in rows if row.apply or row.diff]
+        first = next((row for row in self._rows if row.leads), None)
         others = [row.box for row in self._rows if row is not first]
         name = f"Other fixes ({len(others)})" if others else "Settings"
         self._others.show(name, [*others, self._settings])
@@ -198,7 +208,8 @@ class Panel:
         skip = [self._skip] if plan.pending else []
         controls = [*change, *skip, self._others.button, self._undo, self._note]
         parts = [] if first is None else [first.change.box]
-        self._lead.children = (self._first, self._why if first is None else first.text)
+        pressed = self._first if first is None or first.is_best else first.pressed
+        self._lead.children = (pressed, self._why if first is None else first.text)
         self.box.children = (
             self._lead,
             self._widgets.HBox(controls, layout=WRAPPING),
@@ -258,5 +269,5 @@ def _best(case: Case, retry: Retry) -> str:
     if retry.chosen:
         first = retry.chosen[0]
         certain = "" if first.forecast.fits else ", which is not certain to fit"
-        return f"Run the cell again with fix {case.plan.candidates.index(first) + 1}{certain}"
+        return f"Run the cell again with fix {case.plan.number(first)}{certain}"
     return retry.why or why_nothing(case.plan)

@@ -292,6 +292,23 @@ def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
     assert not buttons["Retry with 1"].disabled
 
 
+def test_where_only_a_change_of_the_results_fits_it_has_a_button_of_its_own() -> None:
+    case, doctor = cases.nothing_fits(), Recorder()
+    fits = replace(cases.AUTOCAST, forecast=cases.forecast(5))
+    plan = replace(case.plan, candidates=(*case.plan.candidates, fits))
+    box = _built(doctor, replace(case, plan=plan))
+    number = plan.number(fits)
+    button = box.children[0].children[0]
+    assert button.description == f"Retry with {number}: changes results"
+    assert button.button_style == "", "it is not what a retry would do by itself"
+    said = _text(box.children[0])
+    assert "No fix that keeps the results is forecast to fit." in said
+    assert "never applied by itself" in said
+    button.click()
+    assert doctor.calls == [("fix", number)]
+    assert "Fix it" not in _buttons(box)
+
+
 def test_what_a_retry_would_do_is_what_the_caller_says() -> None:
     why = Retry(why="other processes hold the device")
     button = _buttons(_built(Recorder(), retry=why))["Fix it"]
