@@ -13,7 +13,7 @@ from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.views import labels
 from oomdoctor.views.document import FixRow, Notice
-from oomdoctor.views.prices import basis, fix_rows, keeps, measured_by, needed, pace, tensors, took_of
+from oomdoctor.views.prices import basis, fix_rows, keeps, made_anew, measured_by, needed, pace, tensors, took_of
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case, RanksTogether
@@ -99,6 +99,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
         facts += [(FOLLOWED, _followed(one)) for _, one in used if one.follows]
         facts.append(("Checked", labels.clean(outcome.checked, 600)))
         facts += [("Mind", labels.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
+        facts += [("Mind", told) for _, one in used for told in made_anew(one)]
     facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, used))]
     if outcome.ranks is not None:
         facts.append(("Ranks", _together(outcome.ranks)))

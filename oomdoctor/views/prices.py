@@ -169,11 +169,19 @@ def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     notes = [f"Refused when it was tried: {labels.clean(candidate.refuted, 600)}"] if candidate.refuted else []
     notes += [_IN_VAIN] if _is_in_vain(candidate.forecast, unchanged) else []
     notes += [labels.clean(candidate.caveat, 600)] if candidate.caveat else []
+    notes += made_anew(candidate)
     if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
         notes.append(_lacking(candidate.forecast))
     if isinstance(candidate.patch, Refused):
         notes.append(f"No diff: {labels.clean(candidate.patch.reason)}")
     return notes
+
+
+def made_anew(candidate: Candidate) -> list[str]:
+    """Return what a retry makes anew of what earlier cells have made, a sentence for each of them."""
+    edits = () if isinstance(candidate.patch, Refused) else candidate.patch.edits
+    listed = [(", ".join(map(labels.code, edit.anew)), edit.name) for edit in edits if edit.anew]
+    return [f"a retry makes {names} of {cell} anew and runs nothing else of that cell" for names, cell in listed]
 
 
 def needed(forecast: Forecast) -> int:

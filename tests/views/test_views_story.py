@@ -8,7 +8,7 @@ from cases import CASES, blocks
 
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.fix import Dose, Effect
+from oomdoctor.model.fix import Dose, Edit, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family
 from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, MeasuredPeak, Plan, Verdict
@@ -385,6 +385,16 @@ def test_a_change_that_was_not_asked_for_is_told_with_its_reason() -> None:
         told = dict(end.facts)[FOLLOWED]
         assert told.startswith(f"`{cases.MICRO_BATCH.label}` alone ran out of memory too, so `")
         assert told.endswith(ending)
+
+
+def test_what_a_retry_makes_anew_of_an_earlier_cell_is_told_before_and_after() -> None:
+    edit = Edit(cell=3, before="loader = old", after="loader = new", replay="loader = new", anew=("loader", "steps"))
+    one = replace(cases.MICRO_BATCH, patch=Patch(edits=(edit,)))
+    told = "a retry makes `loader`, `steps` of In[3] anew and runs nothing else of that cell"
+    assert told in fix_row(1, one, cases.PLAN).notes
+    case = cases.healed()
+    end = aftermath(replace(case, plan=with_made(cases.PLAN, one, case.outcome)))
+    assert ("Mind", told) in end.facts
 
 
 def test_a_need_far_over_the_limit_is_told_in_words() -> None:
