@@ -380,6 +380,8 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
             extension.tracebacks.send_held(error)
     extension.borders.guarded("notice", lambda: extension.notice(case))
     shown, before = extension.shown, [one.fix for one in request.case.plan.candidates]
+    if shown is not None:
+        extension.borders.guarded("display", lambda: shown.tell_end(case))
     is_another = before != [one.fix for one in case.plan.candidates] or any(one.refuted for one in case.plan.candidates)
     if shown is not None and is_another:
         extension.borders.guarded("display", lambda: shown.offer(case))

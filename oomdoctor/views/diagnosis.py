@@ -180,7 +180,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     incident, evidence = case.incident, case.evidence
     frame = incident.framework_frame if incident.cell is None else None
     return (
-        Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
+        Line(f"{_heading(case)}, case {case.number}", "title"),
         Line(headline(incident, evidence, cause=_likeliest(case.findings)), "lead"),
         *apart(*_lines(incident)),
         *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
@@ -189,6 +189,12 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         *(Head("Why"), causes(case.findings)),
         *(Head("What to change"), *_changes(case, retry, names)),
     )
+
+
+def _heading(case: Case) -> str:
+    if case.outcome.kind is OutcomeKind.HEALED:
+        return "Healed, after it ran out of memory"
+    return "Out of memory" if case.incident.is_oom else "Not a memory failure"
 
 
 def _lines(incident: Incident) -> Document:
