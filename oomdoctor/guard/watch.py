@@ -159,10 +159,18 @@ class Watch:
             self._is_short = now, (answer := bool(self.why_on()))
         return answer
 
-    def margin(self) -> int:
-        """Return how many bytes of the limit that binds now no cell can have; 0 where the guard is off."""
+    def margin(self, free: int | None = None) -> int:
+        """Return how many bytes of what is free no cell can have; 0 where the guard is off.
+
+        Args:
+            free: what another limit leaves, such as one that the user has set on the process: as far as that is less
+                than what the guard looks at leaves, it has no part in the margin.
+        """
         reading = self.gauge.read() if self.is_on() else None
-        return 0 if reading is None else reading.margin(self.terms().margin) + _AHEAD
+        if reading is None:
+            return 0
+        beyond = 0 if free is None else max(reading.free - free, 0)
+        return max(reading.margin(self.terms().margin) + _AHEAD - beyond, 0)
 
     def _left(self) -> int | None:
         """Return how many bytes a copy of this process may take of what a group leaves; None where none has a limit."""

@@ -121,6 +121,7 @@ def with_made(plan: Plan, made: Candidate | None, outcome: Outcome) -> Plan:
         took = MeasuredPeak(tensors=outcome.peak, reserved=outcome.peak_reserved, measure=outcome.measure)
         made = replace(made, measured=took)
     others = [one for one in plan.candidates if one.fix != made.fix]
-    at = next((at for at, one in enumerate(plan.candidates) if one.fix == made.fix), 0)
+    known = [one.fix for one in plan.candidates]
+    at = next((known.index(fix) for fix in (made.fix, made.made_of[0][0]) if fix in known), 0)
     refusals = tuple(told for told in plan.refusals if told[0] != made.fix)
     return replace(plan, candidates=(*others[:at], made, *others[at:]), refusals=refusals)

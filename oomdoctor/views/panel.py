@@ -173,6 +173,7 @@ class Panel:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
+        self._said = self._doctor.ended if in_place else self._said
         told = f"Retries are off: {gone}." if gone else self._waits or self._said
         self._note.value = live(part("inline", told)) if told else ""
         self._undo.tooltip = say(_UNDO if in_place else "There is nothing to undo")

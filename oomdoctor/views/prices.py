@@ -200,13 +200,22 @@ def _is_in_vain(forecast: Forecast, unchanged: Forecast) -> bool:
 def _peak(forecast: Forecast) -> str:
     if forecast.peak is None:
         return "no forecast"
-    least, need = _at_least(forecast), needed(forecast)
+    least = _at_least(forecast)
+    need = forecast.peak if _is_pooled(forecast) else needed(forecast)
     told = labels.about(need) if least is None else f"more than {format_size(least)}"
+    told = f"{told} in tensors" if _is_pooled(forecast) else told
     if forecast.budget is None:
         return told
     limit = format_size(forecast.budget)
     is_far = (least or need) > _FAR * forecast.budget
     return f"{told}, far over the limit of {limit}" if is_far else f"{told} of {limit}"
+
+
+def _is_pooled(forecast: Forecast) -> bool:
+    """Return whether it is the allocator's cache, and no tensor, that is far over the limit: it would be given back."""
+    if forecast.peak is None or forecast.budget is None or forecast.reserved is None:
+        return False
+    return forecast.peak <= _FAR * forecast.budget < forecast.reserved
 
 
 def _at_least(forecast: Forecast) -> int | None:
@@ -249,6 +258,8 @@ def tensors(forecast: Forecast, unchanged: Forecast | None = None) -> str:
         return "" if unchanged is None or unchanged.reserved is None else "; tensors alone, the allocator may hold more"
     if forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
+    if _is_pooled(forecast):
+        return f"; with no limit the allocator would hold {labels.about(forecast.reserved)}"
     return f"; {labels.about(forecast.peak)} in tensors"
 
 
@@ -256,10 +267,10 @@ def basis(forecast: Forecast) -> str:
     """Return what a forecast was found by, and how far off such forecasts may be."""
     name = labels.clean(forecast.basis, _BASIS)
     if _at_least(forecast) is not None:
-        return f"{name}; rough: the real peak may be far higher"
+        return f"{name}; a rough estimate: the real peak may be far higher"
     if forecast.estimated is not None:
         low, high = (format_size(round(needed(forecast) * end)) for end in forecast.estimated)
-        return f"{name}; rough: 9 in 10 such peaks lie between {low} and {high}"
+        return f"{name}; a rough estimate: 9 in 10 such peaks lie between {low} and {high}"
     return f"{name}, ± {labels.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
@@ -271,8 +282,7 @@ def offered(candidate: Candidate) -> str:
     if candidate.measured is not None:
         parts.append(f"measured peak {took_of(candidate.measured, forecast.budget)}")
     elif forecast.peak is not None:
-        rough = " by a rough estimate" if forecast.estimated is not None else ""
-        parts.append(f"peak {_peak(forecast)}{rough}")
+        parts += [f"peak {_peak(forecast)}", *(["a rough estimate"] if forecast.estimated is not None else [])]
     return f"{labels.clean(candidate.title)}{dose}: {', '.join(parts)}."
 
 

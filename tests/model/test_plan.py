@@ -31,6 +31,9 @@ def test_what_healed_stands_though_a_trial_had_refuted_one_of_it_alone() -> None
     assert healed.refusals == (("one", "it differs"),)
     assert with_made(plan, candidate("three", parts=1), Outcome()).candidates[0].fix == "three"
     assert with_made(plan, None, Outcome()) is plan
+    assert [one.fix for one in with_made(plan, candidate("two", "three", parts=1), Outcome()).candidates] == [
+        *("one", "one + two", "two + three", "two")
+    ], "it is no better than what it was made of stands"
 
 
 def test_what_a_fix_is_called_by_stays_in_every_plan_of_a_case() -> None:
@@ -42,4 +45,4 @@ def test_what_a_fix_is_called_by_stays_in_every_plan_of_a_case() -> None:
     again = Plan(unchanged=Forecast(basis=""), candidates=(two, three, one)).after(anew)
     assert [again.number(found) for found in again.candidates] == [2, 3, 1]
     healed = with_made(again, candidate("one", "three", parts=4), Outcome(kind=OutcomeKind.HEALED))
-    assert [healed.number(found) for found in healed.candidates] == [4, 2, 3, 1]
+    assert [healed.number(found) for found in healed.candidates] == [2, 3, 4, 1]

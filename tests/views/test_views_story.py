@@ -401,16 +401,19 @@ def test_a_need_far_over_the_limit_is_told_in_words() -> None:
     far = replace(cases.MICRO_BATCH, forecast=cases.forecast(70))
     assert fix_row(1, far, cases.PLAN).peak == "≈ 70.0 GiB, far over the limit of 8.00 GiB"
     assert fix_row(1, replace(far, forecast=cases.forecast(9)), cases.PLAN).peak == "≈ 9.00 GiB of 8.00 GiB"
+    row = fix_row(1, replace(far, forecast=cases.forecast(9, reserved=30)), cases.PLAN)
+    assert row.peak == "≈ 9.00 GiB in tensors of 8.00 GiB", "a cache is given back where memory is short"
+    assert row.basis.endswith("; with no limit the allocator would hold ≈ 30.0 GiB")
 
 
 def test_a_range_that_says_nothing_is_told_as_what_is_needed_at_least() -> None:
     rough = replace(cases.MICRO_BATCH, forecast=cases.forecast(2, estimated=FROM_FAILURE))
     row = fix_row(1, rough, cases.PLAN)
     assert row.peak == "more than 2.00 GiB of 8.00 GiB"
-    assert "; rough: the real peak may be far higher" in row.basis
+    assert "; a rough estimate: the real peak may be far higher" in row.basis
     row = fix_row(1, replace(rough, forecast=cases.forecast(2, estimated=FROM_PEAK)), cases.PLAN)
     assert row.peak == "≈ 2.00 GiB of 8.00 GiB"
-    assert "rough: 9 in 10 such peaks lie between 819 MiB and 4.80 GiB" in row.basis
+    assert "a rough estimate: 9 in 10 such peaks lie between 819 MiB and 4.80 GiB" in row.basis
 
 
 def test_a_forecast_that_was_too_low_is_called_so() -> None:
