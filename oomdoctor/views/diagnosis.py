@@ -118,13 +118,14 @@ def _in_short(case: Case) -> str:
         return f"{where}: {labels.clean(incident.exc_type or 'an error')}."
     total = labels.known(incident.total, device.total)
     free = labels.known(incident.free, device.free)
-    fate = _fate(incident)
+    fate, kept = _fate(incident), evidence.host.kept_back if device.name == "cpu" else 0
     if fate is None and incident.requested is not None and total is not None and free is not None:
+        free = max(free - (kept if isinstance(kept, int) else 0), 0)
         limit = labels.limit_of_cell(device)
         whole = f"{format_size(free)} of {format_size(total)} free on {labels.limited_name(device)}"
         whole = f"{format_size(free)} free under {limit}" if limit else whole
         fate = f"asked for {format_size(incident.requested)} with {whole}"
-    fate = fate or _request(incident, device, evidence.host.kept_back if device.name == "cpu" else None)
+    fate = fate or _request(incident, device, kept)
     most = _largest(evidence.census, device)
     part = "" if most is None else f" Largest part: {labels.ROLES[most[0]]} ({labels.percent(most[1])})."
     return f"{where}: {fate}.{_likeliest(case.findings) or part}"

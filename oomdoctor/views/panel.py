@@ -105,7 +105,7 @@ class Panel:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
         self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
-        self._has_best, self._waits, self._fits, self._said = False, "", "", ""
+        self._has_best, self._waits, self._fits, self._said, self._was_in_place = False, "", "", "", False
         again = working("the best fix")
         self._best = self._buttons.add("Fix it", "", lambda: self._press("retry"), again)
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"), "⏳ The change is being undone.")
@@ -173,7 +173,9 @@ class Panel:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
-        self._said = self._doctor.ended if in_place else self._said
+        if in_place or self._was_in_place:
+            self._said = self._doctor.ended if in_place else ""
+        self._was_in_place = bool(in_place)
         told = f"Retries are off: {gone}." if gone else self._waits or self._said
         self._note.value = live(part("inline", told)) if told else ""
         self._undo.tooltip = say(_UNDO if in_place else "There is nothing to undo")
@@ -256,6 +258,7 @@ class Panel:
     def _press(self, verb: str, what: int | str | None = None) -> None:
         fits, was_healed, self._said = self._fits, bool(self._doctor.in_place), ""
         self._doctor.press(verb, what)
+        self._was_in_place = bool(self._doctor.in_place)
         if verb == "fit" and self._fits != fits:
             self._said = f"The fixes are for {self._fits} now."
         elif was_healed and not self._doctor.in_place:

@@ -255,6 +255,18 @@ def test_a_cell_that_was_healed_elsewhere_is_shown_so() -> None:
     assert _off(made.box) == ["Undo"]
 
 
+def test_what_a_command_has_healed_and_undone_is_said_so() -> None:
+    doctor = Recorder()
+    made = panel.build(cases.offered(), doctor)
+    assert made is not None
+    doctor.in_place, doctor.ended = (cases.MICRO_BATCH,), "Healed: In[5] ran to its end."
+    made.refresh()
+    assert "Healed: In[5]" in _text(made.box)
+    doctor.in_place, doctor.ended = (), ""
+    made.refresh()
+    assert "Healed" not in _text(made.box)
+
+
 def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
     doctor = Recorder()
     made = panel.build(cases.offered(), doctor)
