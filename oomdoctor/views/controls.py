@@ -130,6 +130,11 @@ class Row:
             self._buttons.enable(self._run, enabled=can_retry)
 
     @property
+    def fix(self) -> str:
+        """The id of its fix."""
+        return self._candidate.fix
+
+    @property
     def leads(self) -> bool:
         """Whether it stands first, apart from the others."""
         return self.is_best or bool(self._before)

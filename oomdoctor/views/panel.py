@@ -119,7 +119,8 @@ class Panel:
         self._buttons.output.observe(lambda change: doctor.keep(change["new"]), "outputs")
         self._skip = widgets.Button(description=say("Skip forecasts"), tooltip=say(_SKIP), layout=FITTING)
         self._skip.on_click(lambda _: doctor.skip())
-        self._why, self._note = widgets.HTML(layout=REST), self._buttons.status
+        self._why, self._now, self._note = widgets.HTML(layout=REST), widgets.HTML(layout=REST), self._buttons.status
+        self._leading: tuple[Any, ...] = ()
         self._others = Part(widgets, "Other fixes", "What else may help, and settings")
         first = widgets.HTML(part("inline", "This cell awaits: type `%oomdoctor retry` in a cell of its own."))
         self._first = first if typed else self._best
@@ -187,6 +188,10 @@ class Panel:
         self._buttons.enable(self._fit, enabled=bool(self._fits) and not self._waits and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
+        leading = [row.fix for row in self._rows if row.leads]
+        others = [offered(one) for one in in_place if one.fix not in leading]
+        self._now.value = paragraph(f"{say('✓ in place: ')}{part('inline', others[0])}") if others else ""
+        self._lead.children = (self._now,) if others else self._leading
 
     def _fill(self, plan: Plan, best: Candidate | None, other: Candidate | None) -> None:
         """Show what concerns the best fix at once, and a row for each other one where it is asked for.
@@ -212,7 +217,8 @@ class Panel:
         controls = [*change, *skip, self._others.button, self._undo, self._note]
         parts = [] if first is None else [first.change.box]
         pressed = self._first if first is None or first.is_best else first.pressed
-        self._lead.children = (pressed, self._why if first is None else first.text)
+        self._leading = (pressed, self._why if first is None else first.text)
+        self._lead.children = self._leading
         self.box.children = (
             self._lead,
             self._widgets.HBox(controls, layout=WRAPPING),

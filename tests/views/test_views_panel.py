@@ -265,6 +265,16 @@ def test_what_a_command_has_healed_and_undone_is_said_so() -> None:
     doctor.in_place, doctor.ended = (), ""
     made.refresh()
     assert "Healed" not in _text(made.box)
+    before = made.box.children[0].children
+    doctor.in_place = (cases.CHECKPOINT,)
+    made.refresh()
+    assert _text(made.box.children[0]).count("✓ in place: ") == 1
+    assert cases.CHECKPOINT.title in _text(made.box.children[0]), (
+        "what is in place, and not what a retry would begin with"
+    )
+    doctor.in_place = ()
+    made.refresh()
+    assert made.box.children[0].children == before
 
 
 def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
