@@ -376,6 +376,12 @@ def optimizers(found: Iterable[tuple[str, Any]]) -> tuple[OptimizerFacts, ...]:
     return tuple(_stepper(path, optimizer) for path, optimizer in found)
 
 
+def kind_of_optimizer(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer, and of the one in a wrapper such as that of accelerate."""
+    inner = held(optimizer, "optimizer")
+    return name_of(type(inner if kind_of(type(inner)) is Kind.OPTIMIZER else optimizer))
+
+
 def _stepper(path: str, optimizer: Any) -> OptimizerFacts:
     groups = _groups(optimizer)
     weights = [count * each for count, each in sizes(one for group in groups for one in _weights(group))]

@@ -45,6 +45,7 @@ def facts(
     loaders: Iterable[tuple[str, Any]] = (),
     *,
     local: Iterable[tuple[str, Any, tuple[int, int]]] = (),
+    local_optimizers: Iterable[tuple[str, Any, tuple[int, int]]] = (),
     line: int | None = None,
     running: Iterable[tuple[int, int]] = (),
     standing: Mapping[tuple[int, int], Standing] | None = None,
@@ -61,7 +62,8 @@ def facts(
         namespace: the globals that they ran in; only types and dictionaries of its values are looked at.
         modules: ``(path, nn.Module)`` of each root module found there.
         optimizers: likewise; ``loaders``: likewise.
-        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins.
+        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins;
+            ``local_optimizers``: likewise.
         line: line of the failing cell that was running, to tell whether autograd was off there.
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
         standing: where each function of ``running`` stood.
@@ -72,8 +74,9 @@ def facts(
         is_kept: whether every tensor was copied when the failing cell began.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
-    local = tuple(local)
-    models, losses = _models.models(modules, optimizers), _models.losses(modules)
+    local, own_optimizers = tuple(local), [(path, optimizer) for path, optimizer, _ in local_optimizers]
+    stepping = [*optimizers, *own_optimizers]
+    models, losses = _models.models(modules, stepping), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
     kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
     kinds |= {path: "optimizer" for path, _ in optimizers}
@@ -103,11 +106,14 @@ def facts(
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
         models=models,
         local_models=tuple(
-            replace(model, scope=scope) for path, module, scope in local for model in _models.models([(path, module)])
+            replace(model, scope=scope)
+            for path, module, scope in local
+            for model in _models.models([(path, module)], stepping)
         ),
         losses=losses,
-        optimizers=tuple((path, type(optimizer).__name__) for path, optimizer in optimizers),
+        optimizers=tuple((path, _models.kind_of_optimizer(optimizer)) for path, optimizer in optimizers),
         steppers=_models.optimizers(optimizers),
+        local_steppers=_models.optimizers(own_optimizers),
         runs_model=runs_model(program, kinds),
         not_repeatable=repetition.once,
         not_reached=repetition.ahead,

@@ -226,7 +226,7 @@ class CodeFacts:
 
     Attributes:
         local_models: models that only locals of the functions lead to that were running.
-        steppers: what the optimizers of ``optimizers`` are like.
+        steppers: what the optimizers of ``optimizers`` are like; ``local_steppers``: those that only locals lead to.
         not_repeatable: calls of the failing run that cannot be undone and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed; ``written_anew``: calls that write a file as
             a whole, which a second run does as well.
@@ -268,6 +268,7 @@ class CodeFacts:
     losses: tuple[LossFacts, ...] = ()
     optimizers: tuple[tuple[str, str], ...] = ()
     steppers: tuple[OptimizerFacts, ...] = ()
+    local_steppers: tuple[OptimizerFacts, ...] = ()
     runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()

@@ -200,20 +200,20 @@ def _modules_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"self.{name}": value for name, value in modules.items()} if type(modules) is dict else {}
 
 
-def local_modules(
-    exc: BaseException | None, cells: Mapping[str, int], known: Iterable[tuple[str, Any]]
+def local_objects(
+    exc: BaseException | None, cells: Mapping[str, int], kind: Kind, known: Iterable[tuple[str, Any]]
 ) -> list[tuple[str, Any, tuple[int, int]]]:
-    """Return the modules of torch that only locals of functions lead to, outermost function first.
+    """Return the modules or the optimizers of torch that only locals of functions lead to, outermost function first.
 
     Args:
         exc: the failure that came out of the functions.
         cells: number of the cell by the file name of its code.
-        known: ``(path, module)`` of those that names of the notebook lead to.
+        known: ``(path, object)`` of those that names of the notebook lead to.
 
     Returns:
-        ``(path, module, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.
+        ``(path, object, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.
     """
-    seen = {id(part) for path, module in known for _, part in submodules(module, path)}
+    seen = {id(part) for path, value in known for part in _with_parts(path, value)}
     found = []
     for step in (step for link in chained(exc) for step in steps_of(traceback_of(link))):
         code = step.tb_frame.f_code
@@ -222,10 +222,16 @@ def local_modules(
         own = locals_of(step.tb_frame)
         held = {f"self.{name}": value for name, value in (plain_dict(own.get("self")) or {}).items()}
         for path, value in [*own.items(), *held.items()]:
-            if kind_of(type(value)) is Kind.MODULE and id(value) not in seen and path.replace(".", "").isidentifier():
-                seen.update(id(part) for _, part in submodules(value, path))
+            if kind_of(type(value)) is kind and id(value) not in seen and path.replace(".", "").isidentifier():
+                seen.update(map(id, _with_parts(path, value)))
                 found.append((path, value, (number, code.co_firstlineno)))
     return found
+
+
+def _with_parts(path: str, value: Any) -> list[Any]:
+    """Return an object, and of a module all that are below it."""
+    is_module = kind_of(type(value)) is Kind.MODULE
+    return [part for _, part in submodules(value, path)] if is_module else [value]
 
 
 def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Final, TypeVar
 
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
-from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.code import CodeFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.incident import CellLine, Incident
 from oomdoctor.model.memory import DeviceMemory, HostMemory, JittorMemory, Role
@@ -262,6 +262,7 @@ def _incident(incident: Incident) -> dict[str, Fact]:
 def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
     line = (incident.inner or incident.cell or _NOWHERE).source_line
+    steppers = (*code.steppers, *_beside_names(code))
     return {
         **_plain(code, "code"),
         **{name: next((str(one) for one in code.sites.get(fix, ()) if one.holds), None) for name, fix in SITES.items()},
@@ -272,11 +273,11 @@ def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
         "models": len(code.models),
         "parameter_bytes": sum(model.parameter_bytes for model in code.models),
         **_smaller(code),
-        "optimizers": len(code.optimizers),
+        "optimizers": len(code.optimizers) + len(_beside_names(code)),
         **_stepping(code, line),
         "history_appends": len(code.sites.get("detach_history", ())),
-        "stepped_bytes": sum(one.parameter_bytes for one in code.steppers) if code.steppers else None,
-        "foreach": any(one.foreach for one in code.steppers) if code.steppers else None,
+        "stepped_bytes": sum(one.parameter_bytes for one in steppers) if steppers else None,
+        "foreach": any(one.foreach for one in steppers) if steppers else None,
         "most_classes": max(code.classes, default=None),
         "stale": ", ".join(one.names[0] for one in code.sites.get("free_stale", ())) or None,
         "batch_norm": any(model.batch_norm for model in code.models),
@@ -300,10 +301,17 @@ def _smaller(code: CodeFacts) -> dict[str, Fact]:
 _NOWHERE: Final = CellLine(number=None, line=None, source_line="")
 
 
+def _beside_names(code: CodeFacts) -> tuple[OptimizerFacts, ...]:
+    """Return the optimizers that no name of the namespace leads to: those of functions, and of a library's trainer."""
+    of_trainers = (one.optimizer for one in code.trainers if not one.given_optimizer)
+    return (*code.local_steppers, *(one for one in of_trainers if one is not None))
+
+
 def _stepping(code: CodeFacts, line: str) -> dict[str, Fact]:
     """Return the optimizer that the failing line names, else the first, and the name of its class."""
-    named = [one for one in code.optimizers if re.search(rf"(?<![\w.]){re.escape(one[0])}\b", line)]
-    path, kind = next(iter((*named, *code.optimizers)), (None, None))
+    known = (*code.optimizers, *((one.path, one.type_name) for one in _beside_names(code)))
+    named = [one for one in known if re.search(rf"(?<![\w.]){re.escape(one[0])}\b", line)]
+    path, kind = next(iter((*named, *known)), (None, None))
     return {"optimizer": kind, "optimizer_path": path}
 
 

@@ -158,10 +158,11 @@ def _copies(holdings: Sequence[Holding], code: CodeFacts) -> dict[str, Fact]:
     its name alone.
     """
     weights, whole = _weights(holdings, code, Role.PARAMETER), _weights(holdings, code, Role.PARAMETER, Role.BUFFER)
-    trained = {model.path for model in code.models if model.stepped}
-    trained |= _weights(holdings, code, Role.GRADIENT).keys() & {model.path for model in code.models}
+    models = {model.path: model for model in (*code.local_models, *code.models)}
+    trained = {path for path, model in models.items() if model.stepped}
+    trained |= _weights(holdings, code, Role.GRADIENT).keys() & models.keys()
     sizes = {found[path] for found in (weights, whole) for path in trained & found.keys()}
-    others = {model.path: weights[model.path] for model in code.models if model.path in weights.keys() - trained}
+    others = {path: weights[path] for path in models if path in weights.keys() - trained}
     kept, averages = Counter[str](), Counter[str]()
     for path, size in _in_containers(holdings, sizes):
         (averages if _AVERAGE.search(path) else kept)[path] += size
@@ -232,7 +233,7 @@ def _root(text: str, code: CodeFacts) -> str:
     """Return the model that an expression begins with, else its first name."""
     owners = [
         model.path
-        for model in code.models
+        for model in (*code.models, *code.local_models)
         if text == model.path or text.startswith((f"{model.path}.", f"{model.path}["))
     ]
     return max(owners, key=len) if owners else re.split(r"[.\[]", text, maxsplit=1)[0]

@@ -212,6 +212,71 @@ orders = pd.DataFrame({"customer": np.zeros(20_000, dtype=np.int64), "price": np
 visits = pd.DataFrame({"customer": np.zeros(20_000, dtype=np.int64), "length": np.random.rand(20_000)})
 """
 
+IN_MAIN = """\
+def main():
+    net = mlp(width=1024, depth=5)
+    stepper = torch.optim.Adam(net.parameters())
+    for images, labels in batches(size=8, width=1024):
+        stepper.zero_grad()
+        objective = F.cross_entropy(net(images), labels)
+        objective.backward()
+        stepper.step()
+
+
+main()
+"""
+
+DISTIL_IN_MAIN = """\
+def main():
+    guide = mlp(width=768, depth=10).eval()
+    pupil = mlp(width=768, depth=6)
+    stepper = torch.optim.SGD(pupil.parameters(), lr=0.1)
+    for images, labels in batches(size=64, width=768):
+        with torch.no_grad():
+            wanted = guide(images)
+        stepper.zero_grad()
+        objective = F.mse_loss(pupil(images), wanted)
+        objective.backward()
+        stepper.step()
+
+
+main()
+"""
+
+KEPT_IN_MAIN = """\
+def main():
+    net = mlp()
+    history = []
+    for images, labels in batches():
+        objective = F.cross_entropy(net(images), labels)
+        history.append(objective)
+
+
+main()
+"""
+
+FITTED = """\
+import pytorch_lightning as pl
+
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(width=1024, depth=5)
+
+    def training_step(self, batch, at):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+lit = Lit()
+rows = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randint(0, 10, (64,)))
+loader = torch.utils.data.DataLoader(rows, batch_size=8)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+"""
+
 CASES = (
     Named(
         "a teacher beside the model",
@@ -279,6 +344,36 @@ CASES = (
             EPOCH.replace("size=size", "size=size, width=1024"),
             "net = mlp(width=1024, depth=5)\nstepper = torch.optim.Adam(net.parameters())",
         ),
+    ),
+    Named(
+        "Adam's first step in a function",
+        "first_step_state",
+        ("`stepper` is Adam",),
+        "stepper.step()",
+        IN_MAIN,
+    ),
+    Named(
+        "Adam's first step in a trainer",
+        "first_step_state",
+        ("trainer.fit(lit, loader)",),
+        "trainer.fit(lit, loader)",
+        "trainer.fit(lit, loader)",
+        filling=(FITTED, "trainer = pl.Trainer(max_epochs=1, accelerator='cpu', **quiet)"),
+    ),
+    Named(
+        "a teacher in a function",
+        "second_model_untrained",
+        ("The second model `guide`",),
+        "objective.backward()",
+        DISTIL_IN_MAIN,
+        budget="46MiB",
+    ),
+    Named(
+        "losses kept in a function",
+        "graph_kept_alive",
+        ("`history[0:",),
+        "line 6: history.append(objective) keeps a tensor with its graph",
+        KEPT_IN_MAIN,
     ),
     Named(
         "a column against a row",
