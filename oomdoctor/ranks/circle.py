@@ -38,6 +38,9 @@ _TALK_S: Final = 0.02
 _APART_S: Final = 5.0
 """Time in which a cell that was sent to all ranks has begun on each."""
 
+GATHERING: Final = "report/now"
+"""Key of the gathering of reports that is on; see ``gather``."""
+
 
 class WordKind(StrEnum):
     """How an epoch ended."""
@@ -76,6 +79,7 @@ class Circle:
         presence: tells which ranks answer.
         kept: what has to live as long as the circle, as the server of the store.
         asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
+        gathering: name of the gathering of reports that this rank had a part in last; see ``gather``.
         store_of: returns the part of the store for the job as it was started for the n-th time.
         released_s: when this rank was released in this epoch, by ``time.monotonic``; None where it was not.
     """
@@ -102,6 +106,7 @@ class Circle:
         self._lost = ""
         self._own: list[str] = []
         self.asks_who_is_in = False
+        self.gathering = ""
         self.kept: Any = None
 
         terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
@@ -302,7 +307,7 @@ class Circle:
             return
         self._is_listening = False
         with suppress(SilentRank):  # the store is gone
-            for key in self._own:
+            for key in (*self._own, *[GATHERING] * bool(self.gathering)):
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
             self._thread.join(ASK_S)

@@ -268,10 +268,14 @@ def _of_peer(case: Case, word: Word) -> Case:
 def circle_lines(job: Job) -> Iterator[str]:
     """Yield who is in the circle of a job, a line each."""
     circle = job.circle
-    silent = circle.presence.not_answering(_ANSWER_S)
+    silent, told = list[int](), "does not answer"
+    try:
+        silent = circle.presence.not_answering(_ANSWER_S)
+    except SilentRank as gone:
+        silent, told = list(range(circle.world)), f"unknown, {gone}"
     for rank in range(circle.world):
-        told = "this process" if rank == circle.rank else "does not answer" if rank in silent else "answers"
-        yield f"rank {rank}: {told}"
+        state = "this process" if rank == circle.rank else told if rank in silent else "answers"
+        yield f"rank {rank}: {state}"
     if job.groups.refused is not None:
         yield f"not healed together: {job.groups.refused}"
 
@@ -283,7 +287,7 @@ def rank_lines(reports: list[RankReport]) -> Iterator[str]:
     for one in reports:
         held, roles = held_bytes(one), sorted(roles_of(one).items(), key=lambda role: -role[1])
         most = ", ".join(f"{role.replace('_', ' ')} {format_size(size)}" for role, size in roles[:_ROLES])
-        yield f"rank {one.rank}: silent, {one.why}" if held is None else f"rank {one.rank}: {format_size(held)}: {most}"
+        yield f"rank {one.rank}: {one.why}" if held is None else f"rank {one.rank}: {format_size(held)}: {most}"
     ratio = imbalance(reports)
     if ratio is not None:
         yield f"The fullest rank holds {ratio:.2f} times what the emptiest does."
