@@ -268,6 +268,7 @@ def test_ranks_are_healed_together(tmp_path: Path) -> None:
     assert run.text("ranks").count("The fullest rank holds 5.6") == 2
     assert run.text("train").count("✓ Healed: In[5] ran to its end with 1 change in place") == 2
     assert run.text("equal").count("the same weights and losses: True; the model is the object that it was: True") == 2
+    assert "rank 1: silent for 8 s: killed, or stopped" in run.text("down")
     # What runs for comparison is what the diff says.
     lines = "\n".join(output.data["text/plain"] for output in run.cell("diff").outputs).splitlines()
     changed = [line[1:] for line in lines if line[:1] in ("+", " ") and line[:2] != "++"]
