@@ -270,6 +270,7 @@ def test_ranks_are_healed_together(tmp_path: Path) -> None:
     assert run.text("equal").count("the same weights and losses: True; the model is the object that it was: True") == 2
     assert "rank 1: silent for 8 s: killed, or stopped" in run.text("down")
     # What runs for comparison is what the diff says.
-    lines = "\n".join(output.data["text/plain"] for output in run.cell("diff").outputs).splitlines()
+    shown = (output.get("text") or output.data["text/plain"] for output in run.cell("diff").outputs)
+    lines = "".join(shown).splitlines()
     changed = [line[1:] for line in lines if line[:1] in ("+", " ") and line[:2] != "++"]
     assert run.cell("fresh").source.splitlines()[1:] == changed
