@@ -94,7 +94,7 @@ def begin_run(extension: Extension, raw_cell: str) -> bool:
     if extension.job is None or is_own(raw_cell):
         return False
     try:
-        extension.job.begin(keeps_group=True)
+        extension.job.begin(keeps_group=extension.job.in_parts)
     except SilentRank as why:
         _leave_job(extension, why)
         return False
