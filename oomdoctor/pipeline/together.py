@@ -79,6 +79,7 @@ class Together:
     agreed_s: float | None = None
     _made: dict[str, Candidate] = field(default_factory=dict)
     _unfit: dict[str, str] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
     _begun: int = -1
     _rounds: int = 0
     _offer: Offer | None = None
@@ -258,7 +259,7 @@ class Together:
                 title=offer.title,
                 dose=dose.dose,
                 effect=offer.effect,
-                forecast=Forecast(basis="forecast by each rank for itself"),
+                forecast=self._forecasts.get(dose.label, Forecast(basis="forecast by other ranks alone")),
                 patch=dose.patch,
                 applies_live=False,
                 is_tried=any(fix.is_tried for fix in known),
@@ -286,7 +287,7 @@ class Together:
             return Vote(rank=circle.rank, least=0)
         needed = ""
         for at, dose in list(enumerate(offer.doses))[:_MOST_FORECASTS]:
-            forecast = self._forecast(offer, dose)
+            forecast = self._forecasts[dose.label] = self._forecast(offer, dose)
             if forecast.fits is not False:
                 return Vote(rank=circle.rank, least=at, why=forecast.refused or "")
             needed = f"{dose.label} needs {format_size(forecast.peak or 0)} of {format_size(forecast.budget or 0)}"
@@ -318,6 +319,7 @@ class Together:
             doses, checked = list[OfferedDose](), ""
             for one, choice in choices_of(self.case, self.session, [candidate]):
                 checks.candidates[choice.label] = one
+                self._forecasts[choice.label] = one.forecast
                 if candidate.fix in self._unfit or any(dose.label == choice.label for dose in doses):
                     continue
                 admitted = checks.admit(choice)

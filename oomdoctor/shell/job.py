@@ -71,8 +71,9 @@ def watch_groups(extension: Extension) -> None:
     is_script = getattr(extension.shell, "script", None) is not None
     if extension.groups is None and not is_script and _C10D in sys.modules:
         from oomdoctor.ranks.groups import Groups
+        from oomdoctor.shell.job_calls import hand_over
 
-        extension.groups = Groups(0)
+        extension.groups = hand_over() or Groups(0)
         extension.groups.watch()
 
 

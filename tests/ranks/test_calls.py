@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def run(folder: Path, source: str = PROGRAM, *, heals: bool = True, world: int =
         timeout=LIMIT_S,
         check=False,
     )
-    left = [torch.load(folder / f"left.{rank}.pt") for rank in range(world)]
+    paths = [folder / f"left.{rank}.pt" for rank in range(world)]
+    left = [torch.load(path) if path.exists() else None for path in paths]
     return Ended(status=done.returncode, printed=done.stdout + done.stderr, told=left)
 
 
@@ -101,3 +103,13 @@ def test_calls_in_which_nothing_happens_are_as_without_heal(tmp_path: Path) -> N
     assert (ours.status, ours.of("outcome")) == (0, [None, None]), ours.printed
     assert same(ours.of("left"), plain.of("left"))
     assert "oomdoctor" not in ours.printed
+
+
+def test_where_the_keeper_of_the_store_is_killed_the_others_raise_within_seconds_and_say_why(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    done = run(tmp_path / "killed", WHERE="killed")
+    assert time.monotonic() - begun < 60
+    assert done.status != 0
+    assert done.told[0] is None
+    assert done.told[1]["left"][0].startswith("OutOfMemoryError: CUDA out of memory.")
+    assert "oomdoctor: the ranks are not healed together any more: the job's store does not answer" in done.printed

@@ -151,3 +151,38 @@ def test_four_engines_are_healed_and_what_three_hold_is_told_when_one_is_killed(
     assert told["imbalance"] > 1
     shown = sent(alive, "%oomdoctor ranks").stdout
     assert shown[1] == "rank 0: answers\nrank 1: this process\nrank 2: does not answer\nrank 3: answers\n"
+
+
+KEPT = """
+import ctypes, gc, os, stat
+def kept():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/maps") as maps, open("/proc/self/status") as status:
+        kept = {"mappings": len(list(maps)), "threads": len(os.listdir("/proc/self/task"))}
+        kept["memory"] = sum(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+    modes = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            modes.append(os.stat(f"/proc/self/fd/{name}").st_mode)
+        except OSError:  # that of the listing itself
+            pass
+    return {**kept, "sockets": sum(map(stat.S_ISSOCK, modes))}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # of ipyparallel itself, at its end
+def test_a_third_round_keeps_no_more_than_the_first(cluster: Callable[[int], Any]) -> None:
+    engines = cluster(2)
+    for source in (BEGIN, KEPT, 'dist.init_process_group("gloo")', MODEL):
+        sent(engines, source)
+    rounds = []
+    for _ in range(3):
+        shown = [one["data"].get("text/plain", "") for outputs in sent(engines, TRAIN).outputs for one in outputs]
+        assert sum("Healed: In[" in one for one in shown) == 2
+        rounds.append(value(engines, "kept()"))
+    for first, second, third in zip(*rounds, strict=True):
+        assert (third["threads"], third["sockets"]) == (first["threads"], first["sockets"])
+        # glibc keeps the stacks of threads that have ended for the next ones, here those of the group's first renewal.
+        assert third["mappings"] <= second["mappings"], rounds
+        assert third["memory"] <= first["memory"] + 2048, rounds  # KiB
