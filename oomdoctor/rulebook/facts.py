@@ -262,13 +262,14 @@ def _incident(incident: Incident) -> dict[str, Fact]:
 def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
     line = (incident.inner or incident.cell or _NOWHERE).source_line
+    ran = code.local_models or code.models  # those of a function that was running are what it ran
     steppers = (*code.steppers, *_beside_names(code))
     return {
         **_plain(code, "code"),
         **{name: next((str(one) for one in code.sites.get(fix, ()) if one.holds), None) for name, fix in SITES.items()},
         "training": bool(running) or _trains(incident),
         "differentiated": not code.grad_disabled and (any(one.was_running for one in running) or _trains(incident)),
-        "evaluating": bool(code.models) and not any(model.training for model in code.models),
+        "evaluating": bool(ran) and not any(model.training for model in ran),
         "accumulates": any(loop.accumulates for loop in running),
         "models": len(code.models),
         "parameter_bytes": sum(model.parameter_bytes for model in code.models),

@@ -491,6 +491,24 @@ CASES = (
         budget=None,
     ),
     Named(
+        "a table that grows",
+        "name_grows",
+        ("makes `table` hold more",),
+        "line 4: table = pd.concat([table, part]) makes",
+        "table = pd.DataFrame()\nfor day in range(1_000):\n    part = pd.DataFrame(np.random.rand(100_000, 8))\n"
+        "    table = pd.concat([table, part])",
+        cells=("import numpy as np\nimport pandas as pd",),
+        budget=None,
+    ),
+    Named(
+        "tensors in a list in host memory",
+        "name_grows",
+        ("makes `seen[0:",),
+        "line 3: seen.append(torch.randn(1_000, 1_000)) makes",
+        "seen = []\nfor step in range(10_000):\n    seen.append(torch.randn(1_000, 1_000))",
+        budget=None,
+    ),
+    Named(
         "a many-to-many merge",
         "merge_multiplies_rows",
         ("orders", "visits"),
