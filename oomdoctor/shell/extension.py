@@ -405,7 +405,7 @@ class Extension:
         run = current(self)
         if run is None:
             return False
-        if (job := self.job) is not None and job.is_running and (run.is_retry or run.depth == 1):
+        if (job := self.job) is not None and job.running is job and (run.is_retry or run.depth == 1):
             self.borders.guarded("ranks", lambda: job.note(exc))
             # Until it is known how the others have ended; the user's interrupt of an attempt is told with its outcome.
             return isinstance(exc, (Exception, KeyboardInterrupt) if run.is_retry else Exception)

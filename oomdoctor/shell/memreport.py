@@ -83,7 +83,6 @@ class MemReport:
         self.number: int = shell.execution_count
         self._cells: deque[tuple[CellGrowth, Reading]] = deque(maxlen=_MOST_CELLS)
         self._live: LiveReport | None = None
-        self._of_ranks = 0
 
     def reading(self) -> Reading:
         """Return what is in use now. Without torch this takes some 20 us; no device is initialised."""
@@ -195,8 +194,7 @@ class MemReport:
         if job is None:
             raise UsageError("--ranks tells of a job of several ranks, and this process has no part in one")
         own = self._collect(self.number, options).to_dict()
-        at, self._of_ranks = self._of_ranks, self._of_ranks + 1
-        reports = gather(job.circle, at, own)
+        reports = gather(job.circle, own)
         if options.json is None:
             print(say("\n".join(rank_lines(reports))))
             return
