@@ -151,7 +151,11 @@ def test_the_extra_for_the_gallery_has_what_its_notebooks_import() -> None:
     extras = project["optional-dependencies"]
     assert all(name in extras for name in re.findall(r"'\.\[(\w+)\]'", "".join(PAGES.values())))
     assert "oomdoctor[demo]" in extras["gallery"]
-    named = [*project["dependencies"], *extras["demo"], *extras["gallery"], "oomdoctor"]
+    named = [
+        *project["dependencies"],
+        *(one for extra in ("demo", "ranks", "gallery") for one in extras[extra]),
+        "oomdoctor",
+    ]
     had = {re.match(r"[\w-]+", requirement)[0] for requirement in named} | sys.stdlib_module_names  # type: ignore[index]
     cells = [cell for path in ROOT.glob("notebooks/*.ipynb") for cell in json.loads(path.read_text())["cells"]]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

@@ -27,7 +27,7 @@ DIGEST: Final = "executed_source"
 _WIDGET: Final = "application/vnd.jupyter.widget-view+json"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_S: Final = 600
-_NEEDS: Final = {"10_jittor": "jittor"}
+_NEEDS: Final = {"09_several_ranks": "ipyparallel", "10_jittor": "jittor"}
 """What a notebook needs that the others do not."""
 _FOLDERS: Final = {
     re.compile(re.escape(sysconfig.get_path("purelib"))): "site-packages",

@@ -20,7 +20,7 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes import _trainers
+from oomdoctor.fixes import _construction_sites, _trainers
 from oomdoctor.fixes._micro_plan import Split, plan
 from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
@@ -51,6 +51,7 @@ from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import Program, Scope, imports_library, site
 from oomdoctor.program.literals import Book
+from oomdoctor.program.magics import Function
 from oomdoctor.program.names import all_imports_in, bound_by, own_nodes
 from oomdoctor.program.regions import Region, regions
 from oomdoctor.program.training_loops import batch_of, called_like_a_model, is_given_loss
@@ -204,8 +205,7 @@ def _writer(
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
     cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
-    replicas = [text for text, kind in known.models.items() if kind == DDP and _calls(region, text)]
-    ddp = replicas[0] if len(replicas) == 1 else ""
+    ddp = _replica(cells, region, [text for text, kind in known.models.items() if kind == DDP])
     cuts = cuts or bool(given.get("draws") or ddp) or _draws(code, facts)
     ending = ""
     if import_lines.framework_of(cells) == "jittor":
@@ -216,6 +216,15 @@ def _writer(
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
     by = names["batch_parts"] if cuts else ""
     return Writer(cells, parsed, region, step, dose.number("parts"), by, names["join_parts"], ddp=ddp, ending=ending)
+
+
+def _replica(cells: Cells, region: Region, live: Sequence[str]) -> str:
+    """Return the one model that DDP wraps and the region calls: ``live``, or made in its function; empty for none."""
+    outermost = next((node for node in region.path if isinstance(node, Function)), None)
+    made = _construction_sites.find(cells, DDP) if outermost is not None else ()
+    inside = [one for one in made if one.around is not None and one.around.name.value == getattr(outermost, "name", "")]
+    found = {text for text in (*live, *(one.target for one in inside)) if text is not None and _calls(region, text)}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _calls(region: Region, text: str) -> bool:

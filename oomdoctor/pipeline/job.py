@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from datetime import timedelta
+from typing import Any, ClassVar, Final
 
+from oomdoctor.objects.frames import chained
 from oomdoctor.ranks.circle import Circle, Word, WordKind
-from oomdoctor.ranks.groups import Groups
+from oomdoctor.ranks.groups import C10D, Groups
 from oomdoctor.ranks.presence import SilentRank
 from oomdoctor.sandbox import process_groups
 
-_BEGUN_S: Final = 3.0
-"""Time in which a cell that was sent to all ranks has begun on each."""
 _NEWS_S: Final = 1.0
 """Time in which another rank's word arrives, after a collective with it has failed."""
+_PLACE: Final = "oomdoctor/place"
+"""Key of where the ranks talk, in a store that they do not talk over."""
+_PLACE_S: Final = 30.0
 _LONGEST: Final = 300
 
 
@@ -39,6 +46,78 @@ def ended_by(word: Word) -> BaseException:
     return kind(f"rank {word.rank} {told}: {word.why}")
 
 
+def has_group() -> bool:
+    """Return whether this process has a group of all ranks."""
+    c10d: Any = sys.modules.get(C10D)
+    return c10d is not None and bool(c10d.is_initialized())
+
+
+def of_environment(is_oom: Callable[[BaseException], bool]) -> Job | None:
+    """Return this rank's part in the job that a launcher has started this process for; None where it has started none.
+
+    Source: torchrun gives each of its processes ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
+    ``TORCHELASTIC_USE_AGENT_STORE`` where the store is its own.
+    """
+    told = os.environ
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in told for name in names) or int(told["WORLD_SIZE"]) < 2:
+        return None
+    if told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    groups = Groups(int(told["MASTER_PORT"]))
+    groups.circle = Circle(
+        rank=int(told["RANK"]),
+        world=int(told["WORLD_SIZE"]),
+        host=told["MASTER_ADDR"],
+        port=groups.port,
+        restart=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        release=groups.release,
+    )
+    return Job(circle=groups.circle, groups=groups, is_oom=is_oom)
+
+
+def of_group(groups: Groups, is_oom: Callable[[BaseException], bool], *, begun_s: float) -> Job | None:
+    """Return this rank's part in the job whose group of all ranks was made last; None where it is alone in it.
+
+    To be called on all ranks. They talk over the store that they met over, or, where that is no ``TCPStore``, over one
+    in the process of rank 0.
+    """
+    c10d: Any = sys.modules.get(C10D)
+    dist: Any = sys.modules.get("torch.distributed")
+    if not has_group() or not groups.is_known or dist.get_world_size() < 2:
+        return None
+    store = c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    rank, world, kept = dist.get_rank(), dist.get_world_size(), store
+    if isinstance(store, dist.TCPStore):
+        host, port = store.host, store.port
+    else:
+        host, port, kept = _opened_by_first(store, rank)
+    groups.port = port
+    circle = Circle(rank=rank, world=world, host=host, port=port, release=groups.release)
+    groups.circle = circle
+    circle.asks_who_is_in, circle.kept, circle.keeper = True, kept, 0
+    return Job(circle=circle, groups=groups, is_oom=is_oom, in_parts=True, begun_s=begun_s)
+
+
+def _opened_by_first(store: Any, rank: int) -> tuple[str, int, Any]:
+    """Have rank 0 open a store for the ranks to talk over; return its host, its port, and what has to be kept of it.
+
+    Args:
+        store: any that all ranks have.
+    """
+    dist: Any = sys.modules["torch.distributed"]
+    if rank == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        own = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+        store.set(_PLACE, json.dumps([host, own.port]))
+        return host, int(own.port), own
+    store.wait([_PLACE], timedelta(seconds=_PLACE_S))
+    host, port = json.loads(store.get(_PLACE))
+    return str(host), int(port), None
+
+
 @dataclass(kw_only=True, eq=False)
 class Job:
     """This rank's part in a job: its circle, its groups, and how its runs end.
@@ -47,11 +126,15 @@ class Job:
         is_oom: tells whether memory ran out with an error.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
-        is_running: whether a run is on, or is about to end.
-        in_cells: whether the runs are cells, which some ranks may run without the others, of one long-lived group.
+        running: that of which a run is on in this process, None where none is.
+        releases_on_error: whether an error of the program's own lets the other ranks out of their collectives.
+        in_parts: whether the runs are parts of a program, cells or calls, which some ranks may run without the others.
+        begun_s: time in which such a part has begun on each rank.
+        keeps_group: whether the group was there when the run began, so that a further attempt begins with it.
         stuck: why this rank cannot be released; empty where it was.
     """
 
+    running: ClassVar[Job | None] = None
     circle: Circle
     groups: Groups
     is_oom: Callable[[BaseException], bool]
@@ -59,9 +142,11 @@ class Job:
     seen_s: float = 0.0
     committed_s: float | None = None
     stuck: str = ""
-    is_running: bool = False
-    in_cells: bool = False
-    _sequence: int = 0
+    in_parts: bool = False
+    releases_on_error: bool = True
+    begun_s: float = 3.0
+    keeps_group: bool = False
+    _before: tuple[int, int] = (0, 0)
 
     def note(self, error: BaseException) -> None:
         """Note that what a run ends with was seen; where memory ran out, the others are told at once."""
@@ -71,40 +156,53 @@ class Job:
 
     def leave(self) -> None:
         """Take no part any more: the circle is closed, and groups are made as they were."""
-        self.circle.close()
+        self.retire()
         self.groups.remove()
 
-    def begin(self) -> Word | None:
-        """Begin a run; return the word of another rank that has ended it already."""
+    def retire(self) -> None:
+        """Say nothing more; groups go on to meet where they met last."""
+        Job.running = None
+        self.circle.close()
+
+    def begin(self, *, keeps_group: bool | None = None) -> Word | None:
+        """Begin a run; return the word of another rank that has ended it already.
+
+        Args:
+            keeps_group: as the attribute; None where it is what it was for the run before, as for a further attempt.
+        """
         circle = self.circle
-        if circle.epoch >= 0 or circle.restart:
-            self.groups.prefix = f"oomdoctor/{circle.restart}/{circle.epoch + 1}"
-        self.groups.is_released = False
-        self.seen_s, self._sequence = 0.0, self.groups.sequence() if self.in_cells else 0
-        process_groups.is_from_before = self.in_cells
+        self.keeps_group = self.keeps_group if keeps_group is None else keeps_group
+        is_first = circle.epoch < 0 and not circle.restart
+        self.groups.begin(f"oomdoctor/{circle.restart}/{circle.epoch + 1}", is_first=is_first)
+        self.seen_s, self._before = 0.0, self._meetings()
+        process_groups.is_from_before = self.keeps_group
         word = circle.begin()
-        self.is_running = True
+        Job.running = self
         return word
 
+    def _meetings(self) -> tuple[int, int]:
+        """Return what tells whether this rank has met with others."""
+        return self.groups.meetings, self.groups.sequence() if self.in_parts else 0
+
     def _is_alone(self) -> bool:
-        """Whether other ranks do not run the cell that this one runs."""
-        return self.in_cells and self.circle.word is None and bool(self.circle.missing(_BEGUN_S))
+        """Whether other ranks do not run the part of the program that this one runs."""
+        return self.in_parts and self.circle.word is None and bool(self.circle.missing(self.begun_s))
 
     def is_apart(self, error: BaseException | None) -> bool:
-        """Return whether the others have no part in the cell that this rank has run; then its epoch is none."""
-        if not self.in_cells or self.circle.word is not None:
+        """Return whether the others have no part in what this rank has run; then its epoch is none."""
+        if not self.in_parts or self.circle.word is not None:
             return False
-        is_apart = self.groups.sequence() == self._sequence if error is None else self._is_alone()
+        asks = error is not None and (self.releases_on_error or self.is_oom(error))
+        is_apart = self._is_alone() if asks else self._meetings() == self._before
         if is_apart:
-            self.is_running = False
+            Job.running = None
             self.circle.withdraw()
         return is_apart
 
     def mend(self) -> None:
         """Make the group anew that was released, so that later cells have one. All ranks do so at the same time."""
-        if self.in_cells:
-            self.groups.prefix = f"oomdoctor/{self.circle.restart}/{self.circle.epoch}/mended"
-            self.groups.is_released = False
+        if self.keeps_group:
+            self.groups.begin(f"oomdoctor/{self.circle.restart}/{self.circle.epoch}/mended")
             self.groups.renew()
 
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
@@ -117,7 +215,7 @@ class Job:
             SilentRank: other ranks do not answer, or the store does not.
         """
         circle, self.ended_s, self.committed_s = self.circle, time.time(), None
-        self.is_running = False
+        Job.running = None
         if error is None or (isinstance(error, SystemExit) and not error.code):
             word = circle.finish()
             if word.kind is WordKind.DONE:
@@ -129,8 +227,10 @@ class Job:
         try:
             if self.is_oom(error):
                 return circle.speak(WordKind.OUT_OF_MEMORY, why, self.seen_s)
+            kind = WordKind.FAILED if self.releases_on_error else WordKind.LEFT
             # A collective fails as soon as another rank leaves it, and that rank's word may be on its way.
-            return circle.heard_within(_NEWS_S) or circle.speak(WordKind.FAILED, why)
+            may_be_released = self.releases_on_error or any(isinstance(one, RuntimeError) for one in chained(error))
+            return (circle.heard_within(_NEWS_S) if may_be_released else None) or circle.speak(kind, why)
         except SilentRank as silent:
             if circle.word is None:
                 raise

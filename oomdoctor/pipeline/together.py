@@ -22,6 +22,7 @@ from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.case import Case, OutcomeKind, RanksTogether
 from oomdoctor.model.fix import Fix, Patch
+from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.sizes import format_size
@@ -56,6 +57,7 @@ class Together:
         losses: what this rank did that cannot be taken back, beside what the transaction and the code tell.
         most_attempts: how many attempts may run out of memory; ``time_budget_s``: time after which none is begun.
         plan_s: time for the forecasts of one offer.
+        program: the text that all ranks have to have alike; empty where it is that of the failing cell.
         why: why nothing more is tried; ``is_silent``: because a rank does not answer.
     """
 
@@ -69,6 +71,7 @@ class Together:
     most_attempts: int
     time_budget_s: float
     plan_s: float
+    program: str = ""
     why: str = ""
     is_silent: bool = False
     checked: str = ""
@@ -76,6 +79,7 @@ class Together:
     agreed_s: float | None = None
     _made: dict[str, Candidate] = field(default_factory=dict)
     _unfit: dict[str, str] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
     _begun: int = -1
     _rounds: int = 0
     _offer: Offer | None = None
@@ -129,7 +133,7 @@ class Together:
         else:
             outcome = replace(outcome, checked=self.checked)
         made = next(filter(None, map(self._made.get, outcome.fixes)), None)
-        case = replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made), outcome=outcome)
+        case = replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made, outcome), outcome=outcome)
         return self._with_ranks(case), error
 
     def _with_ranks(self, case: Case) -> Case:
@@ -171,9 +175,11 @@ class Together:
         """Say in what condition this rank is; return why no change is made, None where one may be."""
         code, circle = self.case.evidence.code, self.job.circle
         calls = (f"{call} cannot be undone" for call in code.not_repeatable)
-        parts = ["a group of some of the ranks cannot be made anew"] * (self.job.in_cells and self.job.groups.has_parts)
+        parts = ["a group of some of the ranks cannot be made anew"] * (
+            self.job.keeps_group and self.job.groups.has_parts
+        )
         losses = (*parts, *self.losses, *self.transaction.losses(), *calls, *filter(None, [self.job.groups.refused]))
-        text = digest([self.session.cells.failing.source])
+        text = digest([self.program or self.session.cells.failing.source])
         stuck = self.job.stuck
         own = Condition(rank=circle.rank, program=text, losses=tuple(losses), unfit=tuple(self._unfit), stuck=stuck)
         self._rounds = 0
@@ -196,7 +202,7 @@ class Together:
     def _written_down(self) -> str:
         """Write the likeliest change down for a restart, where there is one to come; return that it was, in words."""
         circle = self.job.circle
-        if not self.leads or restarts_left() <= 0:
+        if not self.leads or self.job.in_parts or restarts_left() <= 0:
             return ""
         offer = self._offer or next(self._offers())
         failing = self.session.cells.failing
@@ -253,7 +259,7 @@ class Together:
                 title=offer.title,
                 dose=dose.dose,
                 effect=offer.effect,
-                forecast=Forecast(basis="forecast by each rank for itself"),
+                forecast=self._forecasts.get(dose.label, Forecast(basis="forecast by other ranks alone")),
                 patch=dose.patch,
                 applies_live=False,
                 is_tried=any(fix.is_tried for fix in known),
@@ -281,7 +287,7 @@ class Together:
             return Vote(rank=circle.rank, least=0)
         needed = ""
         for at, dose in list(enumerate(offer.doses))[:_MOST_FORECASTS]:
-            forecast = self._forecast(offer, dose)
+            forecast = self._forecasts[dose.label] = self._forecast(offer, dose)
             if forecast.fits is not False:
                 return Vote(rank=circle.rank, least=at, why=forecast.refused or "")
             needed = f"{dose.label} needs {format_size(forecast.peak or 0)} of {format_size(forecast.budget or 0)}"
@@ -313,6 +319,7 @@ class Together:
             doses, checked = list[OfferedDose](), ""
             for one, choice in choices_of(self.case, self.session, [candidate]):
                 checks.candidates[choice.label] = one
+                self._forecasts[choice.label] = one.forecast
                 if candidate.fix in self._unfit or any(dose.label == choice.label for dose in doses):
                     continue
                 admitted = checks.admit(choice)
@@ -350,12 +357,12 @@ class Together:
     async def _run(self, attempt: Attempt, run: Run) -> BaseException | None:
         """Run an attempt on this rank, and return what it ended with on all of them."""
         job = self.job
-        if not job.in_cells:
+        if not job.keeps_group:
             job.groups.destroy()
         if (word := job.begin()) is not None:
             return ended_by(word)
         try:
-            if job.in_cells:
+            if job.keeps_group:
                 job.groups.renew()
             error = await run(attempt)
         except Exception as exc:  # noqa: BLE001 - border: the change cannot be made here; the others are told
@@ -374,3 +381,10 @@ class Together:
         ended = ended_by(word)
         ended.__cause__ = error  # so that its frames are let go of as well
         return ended
+
+
+def of_peer(case: Case, word: Word) -> Case:
+    """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
+    told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
+    terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
+    return replace(case, incident=replace(case.incident, message=told, **terms))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +34,18 @@ _ANSWER_S: Final = 30.0
 """Time that the store gets to answer."""
 _TALK_S: Final = 0.02
 """Time between two looks at the store while the ranks talk after an incident."""
+_DISMISSED_S: Final = 1.0
+"""Time in which the threads of other ranks hear that the store is about to go."""
+_KEPT_S: Final = 0.002
 _APART_S: Final = 5.0
 """Time in which a cell that was sent to all ranks has begun on each."""
+
+GATHERING: Final = "report/now"
+"""Key of the gathering of reports that is on; see ``gather``."""
+_GONE: Final = "gone"
+"""Key that is set when the process that keeps the store is about to end."""
+_CLOSED: Final = "closed"
+"""Counts the others whose threads wait for the bell no more."""
 
 
 class WordKind(StrEnum):
@@ -46,7 +55,14 @@ class WordKind(StrEnum):
     UNFIT = "unfit"
     """The change could not be made on a rank, or its guard has stopped it there."""
     FAILED = "failed"
+    LEFT = "left"
+    """A rank has left its run with an error that the program may know how to handle."""
     DONE = "done"
+
+    @property
+    def releases(self) -> bool:
+        """Whether the others are let out of their collectives."""
+        return self not in (WordKind.LEFT, WordKind.DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +91,9 @@ class Circle:
         epoch: number of the run that is on, -1 before the first.
         presence: tells which ranks answer.
         kept: what has to live as long as the circle, as the server of the store.
+        keeper: rank in whose process the server is, None where it is the launcher's, which outlives all ranks.
         asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
+        gathering: name of the gathering of reports that this rank had a part in last; see ``gather``.
         store_of: returns the part of the store for the job as it was started for the n-th time.
         released_s: when this rank was released in this epoch, by ``time.monotonic``; None where it was not.
     """
@@ -102,9 +120,13 @@ class Circle:
         self._lost = ""
         self._own: list[str] = []
         self.asks_who_is_in = False
+        self.gathering = ""
         self.kept: Any = None
+        self.keeper: int | None = None
 
-        terms = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=_ANSWER_S)}
+        self._host, self._port = host, port
+        terms: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
+        terms["timeout"] = timedelta(seconds=_ANSWER_S)
         connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
         self.store_of: Callable[[int], Any] = lambda of: JobStore(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
         self._store = self.store_of(restart)
@@ -112,6 +134,14 @@ class Circle:
         self._bell: Any = dist.PrefixStore(f"oomdoctor/{restart}/", connections[1])
         self._thread = threading.Thread(target=self._listen, name="oomdoctor-ranks", daemon=True)
         self._thread.start()
+
+    def connection(self, prefix: str) -> Any:
+        """Return a further connection to the store, with keys below ``prefix``, as groups wait on."""
+        import torch.distributed as distributed
+
+        dist: Any = distributed
+        store = dist.TCPStore(self._host, self._port, None, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(prefix, store)
 
     # The thread of the circle -------------------------------------------------------------------------------------
 
@@ -123,6 +153,10 @@ class Circle:
                 self._bell.wait([own], _FOREVER)
                 self._bell.delete_key(own)
                 if not self._is_listening:
+                    return
+                if self._bell.check([_GONE]):
+                    self._lost = "the process that keeps the job's store has ended"
+                    self._bell.add(_CLOSED, 1)
                     return
                 self._bell.set(f"at/{self.rank}", str(self.epoch))
                 self._bell.add(f"alive/{self.rank}", 1)
@@ -140,8 +174,8 @@ class Circle:
                 return
             told = json.loads(store.get(f"word/{self.epoch}"))
             self._word = Word(**{**told, "kind": WordKind(told["kind"])})
-            is_over = self._word.kind is WordKind.DONE
-        if not is_over:
+            releases = self._word.kind.releases
+        if releases:
             self._release()
             self.released_s = time.monotonic()
         with self._news:
@@ -189,7 +223,7 @@ class Circle:
         while True:
             with self._news:
                 word = self._word
-                if word is not None and (word.kind is WordKind.DONE or self.released_s is not None):
+                if word is not None and (not word.kind.releases or self.released_s is not None):
                     return word
                 if self._lost:
                     raise SilentRank(self._lost)
@@ -201,12 +235,11 @@ class Circle:
                 is_stuck = self._word is not None
                 what = "this rank could not be released" if is_stuck else "there was no answer from the store"
                 raise SilentRank(f"{what} within {_ANSWER_S:.0f} s")
-            if word is None and limit_s is None:
+            if self._word is None and limit_s is None:
                 others.feel(peers)
-                if self.asks_who_is_in and (missing := self.missing(_APART_S)):
-                    raise SilentRank(
-                        f"{named(missing)} does not run this cell, in which this rank has waited for others"
-                    )
+                missing = self.missing(_APART_S) if self.asks_who_is_in else []
+                if missing and self._word is None:
+                    raise SilentRank(f"{named(missing)} does not run what this rank runs, which has waited for it")
 
     def heard_within(self, seconds: float) -> Word | None:
         """Return the word that is spoken within a while, None where none is."""
@@ -242,7 +275,15 @@ class Circle:
                         self._store.delete_key(f"{key}/{epoch}")
                 for rank in range(self.world):
                     self.presence.forget(rank)
+            elif self.keeper == self.rank:
+                self._wait_for_readers()
         return word
+
+    def _wait_for_readers(self) -> None:
+        """Wait until all have read that all have come to the end: this process may be about to end with the store."""
+        end = time.monotonic() + ASK_S
+        while self._store.check([f"read/{self.epoch}"]) and time.monotonic() < end:
+            time.sleep(_KEPT_S)
 
     def withdraw(self) -> None:
         """Take it that this epoch was not begun: the others had no part in what this rank has run."""
@@ -302,30 +343,20 @@ class Circle:
             return
         self._is_listening = False
         with suppress(SilentRank):  # the store is gone
-            for key in self._own:
+            for key in (*self._own, *[GATHERING] * bool(self.gathering)):
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
             self._thread.join(ASK_S)
             self.presence.forget(self.rank)
+            if self.keeper == self.rank:
+                self._dismiss()
+            elif self.keeper is not None:
+                self._store.add(_CLOSED, 1)
 
-
-def of_environment(release: Callable[[], object]) -> Circle | None:
-    """Return the circle of the job that a launcher has started this process for; None where it has started none.
-
-    Source: torchrun gives each of its processes ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
-    ``TORCHELASTIC_USE_AGENT_STORE`` where the store is its own.
-    """
-    told = os.environ
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if any(name not in told for name in names) or int(told["WORLD_SIZE"]) < 2:
-        return None
-    if told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return Circle(
-        rank=int(told["RANK"]),
-        world=int(told["WORLD_SIZE"]),
-        host=told["MASTER_ADDR"],
-        port=int(told["MASTER_PORT"]),
-        restart=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        release=release,
-    )
+    def _dismiss(self) -> None:
+        """Have the threads of the other ranks wait for the bell no more, before the store is gone."""
+        self._store.set(_GONE, "1")
+        self.presence.ring([rank for rank in range(self.world) if rank != self.rank])
+        end = time.monotonic() + _DISMISSED_S
+        while self._store.add(_CLOSED, 0) < self.world - 1 and time.monotonic() < end:
+            time.sleep(_KEPT_S)

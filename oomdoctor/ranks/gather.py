@@ -1,19 +1,28 @@
 """A report of each rank, gathered over the store: no collective, so that it comes while one rank is down.
 
 Every rank that is asked says what it has and waits a while for the others; one that says nothing is told as silent.
+
+    report/now         name of the gathering that is on, empty where it is over
+    report/NAME/RANK   what a rank has to say; report/NAME/read: how many have read that all have said theirs
+
+Limits: where the rank whose process keeps the store is gone, each of the others has its own report alone.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any, Final
 
-from oomdoctor.ranks.circle import Circle
+from oomdoctor.ranks.circle import GATHERING, Circle
+from oomdoctor.ranks.presence import SilentRank
 
 WAIT_S: Final = 8.0
 """Time for the other ranks to say theirs. A report took up to 4.7 s on a machine that was busy."""
+_ANSWER_S: Final = 2.0
+"""Time for the thread of a rank that has said nothing to answer."""
 _LOOK_S: Final = 0.05
 
 
@@ -26,29 +35,50 @@ class RankReport:
     why: str = ""
 
 
-def gather(circle: Circle, at: int, own: dict[str, Any], *, wait_s: float = WAIT_S) -> list[RankReport]:
-    """Say this rank's report, and return those of all ranks.
-
-    Args:
-        at: how many reports were asked for before, on every rank.
-
-    Raises:
-        SilentRank: the store does not answer.
-    """
-    store: Any = circle.store_of(circle.restart)
-    circle.owns(f"report/{at}/{circle.rank}")
-    store.set(f"report/{at}/{circle.rank}", json.dumps(own))
-    found, end = {circle.rank: own}, time.monotonic() + wait_s
-    while len(found) < circle.world and time.monotonic() < end:
-        for rank in range(circle.world):
-            key = f"report/{at}/{rank}"
-            if rank not in found and store.check([key]):
-                found[rank] = json.loads(store.get(key))
-        time.sleep(_LOOK_S)
-    why = f"it has said nothing within {wait_s:.0f} s"
+def gather(circle: Circle, own: dict[str, Any], *, wait_s: float = WAIT_S) -> list[RankReport]:
+    """Say this rank's report, and return those of all ranks."""
+    found = {circle.rank: own}
+    try:
+        why = _gathered(circle, found, wait_s)
+    except SilentRank as gone:
+        why = dict.fromkeys(range(circle.world), str(gone))
     return [
-        RankReport(rank=rank, report=found.get(rank), why="" if rank in found else why) for rank in range(circle.world)
+        RankReport(rank=rank, report=found.get(rank), why="" if rank in found else why[rank])
+        for rank in range(circle.world)
     ]
+
+
+def _gathered(circle: Circle, found: dict[int, dict[str, Any]], wait_s: float) -> dict[int, str]:
+    """Add to ``found`` what the other ranks say; return why the rest has said nothing."""
+    store: Any = circle.store_of(circle.restart)
+    name = circle.gathering = _joined(store, circle.gathering)
+    keys = {rank: f"report/{name}/{rank}" for rank in range(circle.world)}
+    circle.owns(keys[circle.rank])
+    store.set(keys[circle.rank], json.dumps(found[circle.rank]))
+    end = time.monotonic() + wait_s
+    while (missing := keys.keys() - found.keys()) and time.monotonic() < end:
+        for rank in missing:
+            if store.check([keys[rank]]):
+                found[rank] = json.loads(store.get(keys[rank]))
+        time.sleep(_LOOK_S)
+    if missing:
+        store.compare_set(GATHERING, name, "")  # one that comes later begins another
+        silent = circle.presence.not_answering(_ANSWER_S)
+        gone, busy = f"silent for {wait_s:.0f} s: killed, or stopped", f"silent for {wait_s:.0f} s: busy, or not asked"
+        return {rank: gone if rank in silent else busy for rank in missing}
+    if store.add(f"report/{name}/read", 1) == circle.world:
+        for key in (*keys.values(), f"report/{name}/read"):
+            store.delete_key(key)
+    return {}
+
+
+def _joined(store: Any, last: str) -> str:
+    """Return the gathering that is on; a new one where none is, or where this rank had its part in it, the ``last``."""
+    now = store.get(GATHERING).decode() if store.check([GATHERING]) else ""
+    if now and now != last:
+        return str(now)
+    # Another rank may begin one at the same time: the first does.
+    return str(store.compare_set(GATHERING, now, uuid.uuid4().hex).decode())
 
 
 def imbalance(reports: list[RankReport]) -> float | None:

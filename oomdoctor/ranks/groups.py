@@ -4,28 +4,33 @@ For gloo, nothing but the end of its connections ends a collective that waits fo
 group frees nobody while DDP's reducer holds it. So the sockets that were opened while a group was made are noted, and
 shut down. The communicators of NCCL are aborted. A rank frees itself alone; the others do the same.
 
-Groups of a further attempt meet under keys of their own in the job's store: those of the first would still be found
-there, with the addresses of connections that are gone.
+Groups of a further attempt meet under keys of their own in the store that the ranks talk over, wherever the program has
+them meet: those of the first would still be found there, with the addresses of connections that are gone.
 
-Limits: groups over a store that the program makes itself, and those of MPI and UCC, cannot be made anew like this.
+Limits: groups of MPI and UCC cannot be made anew like this.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor.errors import OomDoctorError
 from oomdoctor.objects.alive import alive_exactly
 
-_HOME: Final = "torch.distributed.distributed_c10d"
+if TYPE_CHECKING:
+    from oomdoctor.ranks.circle import Circle
+
+C10D: Final = "torch.distributed.distributed_c10d"
 _MENDED: Final = frozenset({"gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "fake"})
 """Backends whose groups can be freed and made anew."""
 
@@ -41,17 +46,23 @@ class Groups:
         port: of the job's store, whose connections are nobody's group.
 
     Attributes:
+        made: called when the group of all ranks was made.
         port: of the job's store.
-        prefix: under which groups meet in the store, empty for the job's own keys.
+        circle: over whose store groups of a further attempt meet, None as long as there is none.
+        meetings: how often the group of all ranks was made.
         has_parts: whether there are groups of some ranks beside that of all.
         is_released: whether this rank was released, so that it makes no group before the next run.
         refused: why groups cannot be made anew, None where they can.
     """
 
-    def __init__(self, port: int) -> None:
-        self.port, self.prefix, self.refused, self.has_parts = port, "", None, False
+    def __init__(self, port: int, made: Callable[[], object] = lambda: None) -> None:
+        self.port, self.refused, self.has_parts = port, None, False
+        self.circle: Circle | None = None
+        self.meetings, self._alone = 0, ""
         self.is_released = False
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.made, self._prefix, self._met = made, "", 0
+        self._given: dict[str, Any] = {}
+        self._initialise: Any = None
         self._sockets: dict[int, int] = {}
         self._meeting: dict[int, int] | None = None
         self._lock = threading.Lock()
@@ -77,22 +88,25 @@ class Groups:
                 return made(*args, **kwargs)
 
         def keyed(url: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            if not str(url).startswith("env://"):
-                self.refused = f"the ranks met at {str(url).partition('?')[0]}, where they cannot meet again"
             with self._noting():
-                meeting = next(iter(met(url, *args, **kwargs)))
-            store, *rest = meeting
-            yield (c10d.PrefixStore(self.prefix, store) if self.prefix else store, *rest)
+                again = self._again()
+                meeting = again or next(iter(met(url, *args, **kwargs)))
+            yield meeting
 
         initialise = c10d.init_process_group
 
         def initialised(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("store") is not None or len(args) > 5:
-                self.refused = "the ranks met over a store that the program has made itself"
-            self._given = args, kwargs
-            return initialise(*args, **kwargs)
+            if c10d._new_process_group_helper is not noted:  # no more, or in a copy of the process
+                return initialise(*args, **kwargs)
+            given = self._given = dict(inspect.signature(initialise).bind(*args, **kwargs).arguments)
+            if given.get("store") is not None and (again := self._again()) is not None:
+                given["store"], given["rank"], given["world_size"] = again
+            found = initialise(**given)
+            self._has_met(c10d)
+            return found
 
-        noted.__wrapped__ = made  # type: ignore[attr-defined]
+        noted.__wrapped__, noted.noted_for = made, self  # type: ignore[attr-defined]
+        self._initialise = initialise
         for owner, name, new in ((c10d, "_new_process_group_helper", noted), (c10d, "rendezvous", keyed)):
             self._replace(owner, name, new)
         for owner in (c10d, sys.modules["torch.distributed"]):
@@ -101,6 +115,42 @@ class Groups:
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         self._replaced.append((owner, name, getattr(owner, name), new))
         setattr(owner, name, new)
+
+    def begin(self, prefix: str, *, is_first: bool = False) -> None:
+        """Begin a run, whose groups meet below ``prefix``; the first of a job where the program has them meet."""
+        self._prefix, self.is_released = prefix, False
+        self._met = 0 if is_first and not self.meetings else 1
+
+    def _again(self) -> tuple[Any, int, int] | None:
+        """Return over what the ranks meet, and this rank among how many; None where the program has them meet."""
+        self._met += 1
+        circle = self.circle
+        if circle is None or self._met == 1:
+            return None
+        with self._noting():
+            store = circle.connection(f"{self._prefix}/{self._met}")
+        return store, circle.rank, circle.world
+
+    def _has_met(self, c10d: Any) -> None:
+        self.meetings += 1
+        if self._alone and c10d.get_world_size() > 1:
+            c10d.destroy_process_group()
+            raise OomDoctorError(self._alone)
+        self.made()
+
+    @contextmanager
+    def none_of_several(self, why: str) -> Iterator[None]:
+        """Refuse to make a group of several ranks, and say why, while the body runs."""
+        self._alone = why
+        try:
+            yield
+        finally:
+            self._alone = ""
+
+    @staticmethod
+    def are_watched() -> bool:
+        """Whether the groups of this process are noted already."""
+        return hasattr(getattr(sys.modules.get(C10D), "_new_process_group_helper", None), "noted_for")
 
     def remove(self) -> None:
         """Put back what makes groups; a wrapper of somebody else's stays."""
@@ -151,7 +201,7 @@ class Groups:
 
     def sequence(self) -> int:
         """Return how many collectives this rank has taken part in, for the groups that there are."""
-        c10d: Any = sys.modules.get(_HOME)
+        c10d: Any = sys.modules.get(C10D)
         count = 0
         for group in list(c10d._world.pg_names) if c10d is not None else ():
             with suppress(RuntimeError):  # a backend that does not count them
@@ -173,8 +223,11 @@ class Groups:
                 vars(wrapper).pop(name, None)
         self.destroy()
         gc.collect()
-        args, kwargs = self._given
-        sys.modules["torch.distributed"].init_process_group(*args, **kwargs)
+        again = self._again()
+        if again is None:
+            raise OomDoctorError("the ranks have no place to meet again")
+        met = dict(zip(("store", "rank", "world_size"), again, strict=True))
+        self._initialise(**{**self._given, **met, "init_method": None})
         for wrapper, module, settings, before in wrappers:
             vars(wrapper).clear()
             DistributedDataParallel.__init__(wrapper, module, **settings)
@@ -183,7 +236,7 @@ class Groups:
 
     def destroy(self) -> None:
         """Have torch forget all groups, so that the program can make them anew."""
-        c10d: Any = sys.modules.get(_HOME)
+        c10d: Any = sys.modules.get(C10D)
         if c10d is None or not c10d.is_initialized():
             return
         # That of the program's end, which a further attempt sets again around itself.
@@ -236,7 +289,7 @@ def _shut_down(number: int, port: int, *, is_meeting: bool) -> bool:
 
 def _aborting() -> Iterator[Any]:
     """Yield the backends whose collectives end when they are aborted: those of devices."""
-    c10d: Any = sys.modules.get(_HOME)
+    c10d: Any = sys.modules.get(C10D)
     torch: Any = sys.modules.get("torch")
     if c10d is None or torch is None or not c10d.is_nccl_available():
         return

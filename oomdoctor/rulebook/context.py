@@ -96,6 +96,8 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         # of the largest holder of each: its path, the line that makes it hold more, the other names that lead there
         **{f"{role.value}_{told}": str for role in Role for told in ("path", "grown_by", "names")},
         **{f"{role.value}_ratio": float for role in Role},
+        # of the role that has most beside activations; and what was asked for, where it is more than activations hold
+        **_numbers("other_ratio", "outweighed"),
         # of the largest holding, and of the largest that is an activation or a batch
         **_numbers("largest", "largest_count", "largest_last_dim", "largest_ndim", "activation_last_dim"),
         **_numbers("batch_ndim", "batch_last_dim"),

@@ -83,10 +83,14 @@ def complete(facts: Facts) -> Facts:
     if (activation := _number(census.get("activation"))) is not None:
         running = activation + (_number(census["freed"]) or 0) + asked
         census["activation_ratio"] = _share(running, whole)
+        requested = _number(incident.get("requested"))
+        census["outweighed"] = requested if requested is not None and requested > activation else None
+    census["other_ratio"] = max(_number(census[f"{role.value}_ratio"]) or 0.0 for role in Role if role is not _RUNNING)
     return {**facts, "incident": incident, "device": device, "census": census, "host": host, "code": code}
 
 
 _HOST: Final = "cpu"
+_RUNNING: Final = Role.ACTIVATION
 _LITTLE: Final = 0.05
 """Of what is allocated: what a failed expression lets go of beside it is not told."""
 

@@ -10,13 +10,11 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
-from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.compiled import source_of
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
 
 _ANSWER_S: Final = 2.0
 """Time for the threads of other ranks to answer, where somebody asks who is there."""
+_SENT_S: Final = 3.0
+"""Time in which a cell that was sent to all ranks has begun on each."""
 _ROLES: Final = 4
 _C10D: Final = "torch.distributed.distributed_c10d"
 _WATCHDOG: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -49,27 +49,18 @@ def join_job(extension: Extension) -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ.get("RANK"):
         return
     from oomdoctor.incident import find_oom as found
-    from oomdoctor.pipeline.job import Job
-    from oomdoctor.ranks.circle import of_environment
-    from oomdoctor.ranks.groups import Groups
+    from oomdoctor.pipeline.job import of_environment
     from oomdoctor.ranks.restart import read
     from oomdoctor.ranks.vote import digest
 
-    groups = Groups(int(os.environ.get("MASTER_PORT", "0")))
-    circle = of_environment(groups.release)
-    if circle is None:
+    job = extension.job = of_environment(lambda exc: found(exc) is not None)
+    if job is None:
         return
     os.environ.setdefault(_WATCHDOG, "0")
-    groups.watch()
-    job = Job(
-        circle=circle,
-        groups=groups,
-        is_oom=lambda exc: found(exc) is not None,
-    )
-    extension.job = job
+    job.groups.watch()
     atexit.register(job.leave)
     script = getattr(extension.shell, "script", None)
-    if script is not None and (change := read(circle, digest([source_of(script)]))) is not None:
+    if script is not None and (change := read(job.circle, digest([source_of(script)]))) is not None:
         extension.shell.source = change.source
         told = f"{script.name} begins with {change.label}, which rank {change.rank} has written down before the restart"
         print(say(f"oomdoctor: {told}"), file=sys.stderr)
@@ -80,35 +71,22 @@ def watch_groups(extension: Extension) -> None:
     is_script = getattr(extension.shell, "script", None) is not None
     if extension.groups is None and not is_script and _C10D in sys.modules:
         from oomdoctor.ranks.groups import Groups
+        from oomdoctor.shell.job_calls import hand_over
 
-        extension.groups = Groups(0)
+        extension.groups = hand_over() or Groups(0)
         extension.groups.watch()
 
 
 def join_group(extension: Extension) -> None:
     """Take part in the job whose group of all ranks a cell has made; later cells are healed on all of them."""
-    c10d: Any = sys.modules.get(_C10D)
-    groups = extension.groups
-    is_asked = extension.config.auto != "off" and extension.job is None
-    if not is_asked or c10d is None or groups is None or not groups.is_known or not c10d.is_initialized():
-        return
-    store = c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if c10d.get_world_size() < 2 or not isinstance(store, sys.modules["torch.distributed"].TCPStore):
+    if extension.config.auto == "off" or extension.job is not None or extension.groups is None:
         return
     from oomdoctor.incident import find_oom as found
-    from oomdoctor.pipeline.job import Job
-    from oomdoctor.ranks.circle import Circle
+    from oomdoctor.pipeline.job import of_group
 
-    groups.port = store.port
-    circle = Circle(
-        rank=c10d.get_rank(), world=c10d.get_world_size(), host=store.host, port=store.port, release=groups.release
-    )
-    # The one of rank 0 has the server, which must outlive the group.
-    circle.asks_who_is_in, circle.kept = True, store
-    extension.job = Job(circle=circle, groups=groups, is_oom=lambda exc: found(exc) is not None, in_cells=True)
-    atexit.register(circle.close)
+    job = extension.job = of_group(extension.groups, lambda exc: found(exc) is not None, begun_s=_SENT_S)
+    if job is not None:
+        atexit.register(job.circle.close)
 
 
 def begin_run(extension: Extension, raw_cell: str) -> bool:
@@ -117,7 +95,7 @@ def begin_run(extension: Extension, raw_cell: str) -> bool:
     if extension.job is None or is_own(raw_cell):
         return False
     try:
-        extension.job.begin()
+        extension.job.begin(keeps_group=extension.job.in_parts)
     except SilentRank as why:
         _leave_job(extension, why)
         return False
@@ -251,27 +229,27 @@ def _observed(
     extension: Extension, failure: BaseException | None, ended: BaseException, word: Word, result: Any, run: CellRun
 ) -> Case | None:
     """Return the case of this rank, as far as it could be looked at."""
+    from oomdoctor.pipeline.together import of_peer
+
     if failure is not None:
         return looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
     return extension.borders.observed(
-        lambda: _of_peer(observe_cell(extension, ended, result, run), word), lambda: release(ended, extension.shell)
+        lambda: pipeline.record(of_peer(observe_cell(extension, ended, result, run), word)),
+        lambda: release(ended, extension.shell),
     )
-
-
-def _of_peer(case: Case, word: Word) -> Case:
-    """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
-    told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
-    terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
-    return pipeline.record(replace(case, incident=replace(case.incident, message=told, **terms)))
 
 
 def circle_lines(job: Job) -> Iterator[str]:
     """Yield who is in the circle of a job, a line each."""
     circle = job.circle
-    silent = circle.presence.not_answering(_ANSWER_S)
+    silent, told = list[int](), "does not answer"
+    try:
+        silent = circle.presence.not_answering(_ANSWER_S)
+    except SilentRank as gone:
+        silent, told = list(range(circle.world)), f"unknown, {gone}"
     for rank in range(circle.world):
-        told = "this process" if rank == circle.rank else "does not answer" if rank in silent else "answers"
-        yield f"rank {rank}: {told}"
+        state = "this process" if rank == circle.rank else told if rank in silent else "answers"
+        yield f"rank {rank}: {state}"
     if job.groups.refused is not None:
         yield f"not healed together: {job.groups.refused}"
 
@@ -283,7 +261,7 @@ def rank_lines(reports: list[RankReport]) -> Iterator[str]:
     for one in reports:
         held, roles = held_bytes(one), sorted(roles_of(one).items(), key=lambda role: -role[1])
         most = ", ".join(f"{role.replace('_', ' ')} {format_size(size)}" for role, size in roles[:_ROLES])
-        yield f"rank {one.rank}: silent, {one.why}" if held is None else f"rank {one.rank}: {format_size(held)}: {most}"
+        yield f"rank {one.rank}: {one.why}" if held is None else f"rank {one.rank}: {format_size(held)}: {most}"
     ratio = imbalance(reports)
     if ratio is not None:
         yield f"The fullest rank holds {ratio:.2f} times what the emptiest does."

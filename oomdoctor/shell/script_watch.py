@@ -15,6 +15,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from traceback import walk_stack
 from types import FunctionType
@@ -37,6 +38,7 @@ from oomdoctor.sandbox.reserve import large_blocks_apart
 from oomdoctor.shell.background_work import beside, clear_away, end_since, left_since, threads_at_work
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.error_boundary import Borders, left_alone, mark_told, quietly
+from oomdoctor.shell.job_calls import JobCall, alone
 
 RESULT: Final = "_oomdoctor_result"
 _MODULE, _PART = 1, 2
@@ -127,10 +129,13 @@ class Watch:
         finally:
             reserve.let_go()
 
-    def answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
+    def answer(self, failure: BaseException, ranks: JobCall) -> tuple[bool, BaseException | None]:
         """Diagnose a failure, and run the part again with a change where that is right.
 
         To be called outside of every ``except`` clause that handles the failure.
+
+        Args:
+            ranks: the run as one of a job, where it is healed on all ranks.
 
         Returns:
             Whether it was healed, and the error of the user's code that ended the last attempt.
@@ -139,14 +144,15 @@ class Watch:
         self.part = replace(self.part, text=_begun(self.part.text, self.part.filename))
         self._refused = self._refused or "; ".join((*threads_at_work(), *left_since(self._beside))) or None
         with left_alone(), self.part.spelled():
-            return self._answer(failure)
+            return self._answer(failure, ranks)
 
-    def _answer(self, failure: BaseException) -> tuple[bool, BaseException | None]:
-        found = self._borders.observed(lambda: self._observe(failure), lambda: release(failure))
+    def _answer(self, failure: BaseException, ranks: JobCall) -> tuple[bool, BaseException | None]:
+        found, guarded = self._observed(failure, ranks), self._borders.guarded
         if found is None:
             return False, None
         case, session = found
-        guarded = self._borders.guarded
+        if ranks.word is not None:
+            return self._answer_together(case, session, ranks)
         case = guarded("diagnosis", lambda: pipeline.record(pipeline.diagnose(case, pipeline.rulebook()))) or case
         case = guarded("forecast", lambda: pipeline.record(self._plan(case, session))) or case
         guarded("display", lambda: self._show("bundle", case))
@@ -156,6 +162,55 @@ class Watch:
         case, error = ended or (pipeline.refused(case, "oomdoctor itself failed"), None)
         guarded("notice", lambda: self._show("notice_bundle", pipeline.record(case)))
         return case.outcome.kind is OutcomeKind.HEALED, error
+
+    def _observed(self, failure: BaseException, ranks: JobCall) -> tuple[Case, Session] | None:
+        found = self._borders.observed(lambda: self._observe(failure), lambda: release(failure))
+        why = "memory could not be inspected" if found is None else self._refused if self._transaction is None else None
+        if ranks.word is not None and why is not None:
+            self._borders.guarded("ranks", lambda: ranks.leave_talk(str(why)))
+            return found and self._borders.guarded("notice", lambda: self._refuse(found[0], str(why)))
+        return found
+
+    def _refuse(self, case: Case, why: str) -> None:
+        self._show("notice_bundle", pipeline.record(pipeline.refused(case, why)))
+
+    def _answer_together(self, case: Case, session: Session, ranks: JobCall) -> tuple[bool, BaseException | None]:
+        """Heal the part together with the other ranks of its job."""
+        guarded, shown = self._borders.guarded, partial(self._show, "bundle")
+        is_own = case.incident.is_oom
+        diagnosed = guarded("diagnosis", lambda: pipeline.diagnose(case, pipeline.rulebook())) if is_own else None
+        known = pipeline.record(diagnosed or ranks.of_peer(case))
+
+        def planned() -> tuple[Case, Sequence[Candidate]]:
+            case = guarded("forecast", lambda: pipeline.record(self._plan(known, session))) or known
+            guarded("display", lambda: shown(case))
+            return case, pipeline.admitted(case, self._config.auto)
+
+        losses = filter(None, (self._refused, drive(end_since(self._beside, waits=False))))
+        before = self._healers()
+        together = ranks.together(
+            case=known,
+            session=session,
+            transaction=self._transaction,
+            plan=planned,
+            losses=tuple(losses),
+            most_attempts=self._config.attempts,
+            time_budget_s=self._config.retry_time_s,
+            plan_s=self._config.forecast_time_s,
+            program=f"{self.part.name}: {self.part.text}",
+        )
+        ended = drive(self._borders.retried(together.heal(self._run), lambda: self._transaction.restore()))
+        case, error = ended or (pipeline.refused(together.case, "oomdoctor itself failed"), None)
+        is_healed = case.outcome.kind is OutcomeKind.HEALED
+        if is_healed:
+            _adopt(self.part.namespace, before)
+        elif not together.is_silent:
+            guarded("ranks", together.job.mend)
+        guarded("notice", lambda: self._show("notice_bundle", pipeline.record(case)))
+        return is_healed, error
+
+    def _healers(self) -> dict[str, Any]:
+        return {name: value for name, value in self.part.namespace.items() if _healer(value) is not None}
 
     def _observe(self, failure: BaseException) -> tuple[Case, Session]:
         part = self.part
@@ -188,13 +243,13 @@ class Watch:
             return pipeline.refused(case, pipeline.beyond_cure(case) or f"{kind} is likely to fit"), None
         if (why := await end_since(self._beside, waits=False)) is not None:
             return pipeline.refused(case, why), None
-        before = {name: value for name, value in self.part.namespace.items() if _healer(value) is not None}
+        before = self._healers()
         case, error = await pipeline.heal(
             case,
             session,
             self._transaction,
             chosen,
-            self._run,
+            self._run_alone,
             most_attempts=self._config.attempts,
             time_budget_s=self._config.retry_time_s,
             by_itself=True,
@@ -203,6 +258,10 @@ class Watch:
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self.part.namespace, before)
         return case, error
+
+    async def _run_alone(self, attempt: Attempt) -> BaseException | None:
+        with alone("the ranks of a job meet in it, and one rank alone would run it changed"):
+            return await self._run(attempt)
 
     async def _run(self, attempt: Attempt) -> BaseException | None:
         """Run redefined functions and the part; return what the user's code raised."""

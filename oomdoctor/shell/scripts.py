@@ -31,6 +31,7 @@ from oomdoctor.program.compiled import defines, future_flags, global_names, is_c
 from oomdoctor.retry.release import empty_frame
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.error_boundary import is_left_alone, ran_out
+from oomdoctor.shell.job_calls import JobCall, is_in_job, watch_groups
 from oomdoctor.shell.script_watch import RESULT, Part, Watch, apart_from
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,6 +93,9 @@ class _Healer:
 
     def __init__(self, function: Callable[..., Any], config: OomDoctor) -> None:
         self._config = config
+        self._takes_part = config.auto != "off"
+        if self._takes_part:
+            watch_groups()
         self.wrapper: Any = None
         self.function = function
         self._read()
@@ -109,25 +113,35 @@ class _Healer:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and heal it."""
-        if is_left_alone():
+        if is_left_alone() or is_in_job():
             return self.function(*args, **kwargs)
         watch, handled = Watch(self._part(args, kwargs), self._config), sys.exc_info()[1]
+        ranks = JobCall(takes_part=self._takes_part)
+        failure: BaseException | None = None
         try:
             with watch.armed:
-                return self.function(*args, **kwargs)
+                ranks.begin()
+                result = self.function(*args, **kwargs)
+            if not ranks.goes_back(None):
+                return result
+            del result
         except Exception as exc:
             with apart_from(handled, exc):
-                if not ran_out(exc):
+                if not ranks.goes_back(exc) and not ran_out(exc):
                     raise
             failure = exc
+        except BaseException as exc:
+            ranks.goes_back(exc)
+            raise
+        failure = ranks.failure(failure)
         try:
-            raised, result = self._answered(watch, failure, handled)
+            raised, result = self._answered(watch, failure, handled, ranks)
             if raised is not None:
                 raise raised
             return result
         finally:
             # The frame is part of the traceback of what is raised, and would keep them.
-            del failure, watch
+            del failure, watch, ranks
             raised = handled = None
 
     def _part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
@@ -155,13 +169,13 @@ class _Healer:
         )
 
     def _answered(
-        self, watch: Watch, failure: BaseException, handled: BaseException | None
+        self, watch: Watch, failure: BaseException, handled: BaseException | None, ranks: JobCall
     ) -> tuple[BaseException | None, Any]:
         """Return what the call is to raise, and else what it is to return."""
         part = watch.part
         with apart_from(handled, failure):
             _enter(part, failure)
-            healed, error = watch.answer(failure)
+            healed, error = watch.answer(failure, ranks)
             result = part.namespace.pop(RESULT, None)
             if part.refused is None:
                 _leave(failure)

@@ -81,6 +81,19 @@ def test_it_is_the_same_training_with_as_many_exchanges(layer: str, settings: st
         assert after["exchanges"] == before["exchanges"]
 
 
+def test_a_model_that_is_wrapped_in_the_function_of_its_loop_is_known_too() -> None:
+    head, body = SETUP.format(layer="", settings="").replace("model", "net").split("\n\n")
+    lines = [*body.splitlines(), *LOOP.format(rows="12").replace("model", "net").splitlines(), "return net, losses"]
+    loop = "\n    ".join(["def main():", *lines]) + "\n\n\nmodel, losses = main()\n"
+    plain = ranks(head, loop)
+    text = changed(head, loop, plain[0]["code"])
+    assert isinstance(text, str)
+    assert "in batch_parts(4, x, y, ddp=net):" in text
+    for before, after in zip(plain, ranks(head, text), strict=True):
+        torch.testing.assert_close(after["state"], before["state"], rtol=FIX.tolerance, atol=1e-6)
+        assert after["exchanges"] == before["exchanges"]
+
+
 def test_a_static_graph_exchanges_with_each_part() -> None:
     setup, loop = SETUP.format(layer="", settings=", static_graph=True"), LOOP.format(rows="12")
     plain = ranks(setup, loop)

@@ -14,6 +14,7 @@ from executed import NOTEBOOKS, Executed, execute
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 CASE = "oomdoctor.last_case().to_dict()"
 FIRST = "01_first_oom"  # the demo's, with tests of its own
+ON_THE_CPU = {"07_host_memory", "09_several_ranks", "10_jittor"}
 MOST_CELLS = 14
 MOST_BYTES = 400_000
 GALLERY = runpy.run_path(str(NOTEBOOKS.parent / "tools" / "execute_gallery.py"))
@@ -35,7 +36,7 @@ def source(name: str) -> dict[str, Any]:
 
 
 def test_the_gallery_is_there() -> None:
-    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06", "07", "08", "10"]
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,10 +82,9 @@ def test_a_notebook_runs_with_a_graphics_card_as_it_is(name: str) -> None:
     """Nothing but the limit depends on there being one, and the limit is the same."""
     cells = ["".join(cell["source"]) for cell in source(name)["cells"]]
     assert re.search(r"with(?: or|\s+and)\s+without\s+a\s+graphics\s+card", cells[0])
-    limits = [cell for cell in cells if "%oomdoctor simulate" in cell]
-    if not limits:
-        assert name in ("07_host_memory", "10_jittor")
+    if name in ON_THE_CPU:
         return
+    limits = [cell for cell in cells if "%oomdoctor simulate" in cell]
     assert any('device = "cuda" if torch.cuda.is_available() else "cpu"' in cell for cell in cells)
     (limit,) = limits
     (simulated,) = re.findall(r"else:\n    %oomdoctor simulate (\d+)MiB", limit)
@@ -258,3 +258,19 @@ def test_a_rule_of_ones_own_fires(tmp_path: Path) -> None:
     assert left is False
     checkout = NOTEBOOKS.parent
     assert not (checkout / "oomdoctor" / "fixes" / "gather_in_parts.py").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # of ipyparallel itself, at its end
+def test_ranks_are_healed_together(tmp_path: Path) -> None:
+    run = execute("09_several_ranks", tmp_path, "told")
+    assert run.asked == [[True, True]] * 2
+    assert run.text("ranks").count("The fullest rank holds 5.6") == 2
+    assert run.text("train").count("✓ Healed: In[5] ran to its end with 1 change in place") == 2
+    assert run.text("equal").count("the same weights and losses: True; the model is the object that it was: True") == 2
+    assert "rank 1: silent for 8 s: killed, or stopped" in run.text("down")
+    # What runs for comparison is what the diff says.
+    shown = (output.get("text") or output.data["text/plain"] for output in run.cell("diff").outputs)
+    lines = "".join(shown).splitlines()
+    changed = [line[1:] for line in lines if line[:1] in ("+", " ") and line[:2] != "++"]
+    assert run.cell("fresh").source.splitlines()[1:] == changed

@@ -146,5 +146,6 @@ def test_the_thread_sleeps_while_nothing_happens(ranks: list[Circle]) -> None:
     for one in ranks:
         one.begin()
     begun = time.process_time()
-    time.sleep(1.0)
-    assert (time.process_time() - begun) / WORLD < 0.001 * 5  # of one rank; the clock has ticks of a few ms
+    time.sleep(2.0)
+    used = time.process_time() - begun
+    assert used / WORLD < 0.001 * 2, used  # 0.1 % of one rank, with its share of the store's server

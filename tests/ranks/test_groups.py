@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from oomdoctor.errors import OomDoctorError
 from oomdoctor.ranks.groups import Groups, Released
 
 
@@ -72,9 +76,40 @@ def test_what_makes_groups_is_put_back() -> None:
     assert (c10d._new_process_group_helper, c10d.rendezvous, c10d.init_process_group, dist.init_process_group) == known
 
 
-def test_a_group_over_a_store_of_the_programs_own_is_refused(groups: Groups) -> None:
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "file:///nowhere/else", "env://", "store"])
+def test_groups_of_a_further_attempt_meet_over_the_store_of_the_circle(groups: Groups, where: str) -> None:
+    """Wherever the program has them meet: none of these would do."""
+    met = list[str]()
+
+    def connection(prefix: str) -> Any:
+        met.append(prefix)
+        return dist.HashStore()
+
     groups.watch()
+    groups.circle = SimpleNamespace(rank=0, world=1, connection=connection)  # type: ignore[assignment]
+    groups.begin("run/1")
+    how: Any = {"store": dist.HashStore()} if where == "store" else {"init_method": where}
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, **how)
+        groups.destroy()
+    assert met == ["run/1/2", "run/1/3"]
+    assert groups.refused is None
+
+
+def test_in_a_job_that_has_just_begun_they_meet_where_the_program_says(groups: Groups) -> None:
+    groups.watch()
+    groups.circle = SimpleNamespace(rank=0, world=1)  # type: ignore[assignment]
+    groups.begin("run/0", is_first=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert groups.refused == "the ranks met over a store that the program has made itself"
     groups.destroy()
+
+
+def test_a_group_of_several_ranks_is_refused_while_one_is_healed_alone(groups: Groups) -> None:
+    groups.watch()
+    with groups.none_of_several("others would wait"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups.destroy()
+        import_module("torch.testing._internal.distributed.fake_pg")
+        with pytest.raises(OomDoctorError, match="others would wait"):
+            dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     assert not dist.is_initialized()

@@ -78,6 +78,21 @@ def test_where_a_rank_never_answers_the_restarted_job_begins_with_the_change(tmp
     assert None not in done.left
 
 
+def test_where_a_rank_cannot_be_released_the_restarted_job_begins_with_the_change(tmp_path: Path) -> None:
+    """As where NCCL's abort hangs."""
+    hangs = (
+        "if rank == 0 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    import threading\n    import oomdoctor.ranks.groups\n"
+        "    oomdoctor.ranks.groups._aborting = threading.Event().wait"
+    )
+    case = Case(where="backward", lines={"# before": hangs})
+    done = job(tmp_path / "job", case, 2, source_of(case), options="--max-restarts 1")
+    assert done.status == 0, done.printed
+    assert "rank 0 has not answered for 20 s" in done.printed
+    assert done.printed.count("train.py begins with micro_batch(parts=2), which rank 1 has written down") == 2
+    assert None not in done.left
+
+
 def test_a_job_in_which_nothing_happens_is_as_without_oomdoctor(tmp_path: Path) -> None:
     case = Case(where="nowhere")
     ours = job(tmp_path / "ours", case, 2, source_of(case))
