@@ -149,7 +149,7 @@ class Shown:
         """Show what is known now; what is shown already is not sent again, as that folds what the user has unfolded."""
         from oomdoctor.views import answer_bundles, bundle
 
-        is_page = bool(self._places) or is_watched(self._extension.shell)
+        is_page = len(self._places) > 1 if self._places else is_watched(self._extension.shell)
         told: list[dict[str, str]] = []
         try:
             is_brief = not hasattr(self._extension.shell, "kernel") and self._extension.names is None
