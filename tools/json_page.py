@@ -57,7 +57,7 @@ _BYTES: Final = {
     "Course": {"at_peak", "lasting", "temporaries", "moved"},
     "Forecast": {"budget", "peak", "reserved"},
     "Incident": {"requested", "total", "free", "allocated", "reserved", "process_used"},
-    "Outcome": {"peak"},
+    "Outcome": {"peak", "peak_reserved"},
     "Allocations": {"size"},
     "Peak": {"allocated", "reserved", "requested", "free"},
     "Change": {"bytes"},
@@ -131,7 +131,7 @@ def _documents() -> dict[str, Schema]:
                 **_DIAGNOSIS,
                 "evidence": _described(_ref("Evidence"), "what was found when it failed"),
                 "unchanged": _described(_ref("Forecast"), "of the cell as it stands"),
-                "fixes": _described(_list(_ref("Candidate")), "best first, as `%oomdoctor fix N` counts them"),
+                "fixes": _described(_list(_ref("Candidate")), "best first"),
                 "refusals": _REFUSALS,
                 "outcome": _described(_ref("Outcome"), "how it ended"),
             },
@@ -223,6 +223,7 @@ def _parts() -> dict[str, Schema]:
         "Candidate": _object(
             "One fix in one dose, priced; or two, where no single one fits: then ` + ` stands between their ids.",
             {
+                "number": _described(_INTEGER, "what `%oomdoctor fix N` calls it, the same for the life of the case"),
                 "id": _described(_STRING, "as in [fixes.md](fixes.md)"),
                 "title": _described(_STRING, "what it does"),
                 "dose": _described(_plain(Dose), "how strong"),

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from oomdoctor.errors import NotAvailable, OomDoctorError
 from oomdoctor.language import say
+from oomdoctor.model.fix import Patch
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -123,6 +125,10 @@ async def _told_run(notebook: NotebookNode, output: Path, console: Console, *, t
             if end.reading.notice and (losses := end.reading.losses):
                 text += "  " + say(f"loss {losses[0]:.2f} at the first step, {losses[-1]:.2f} at step {len(losses)}")
             console.print(Padding(Text(text), (0, 0, 0, 6)))
+            if end.reading.healed and (patch := Patch(edits=end.reading.edits)).edits:
+                names = " and ".join(edit.name for edit in patch.edits)
+                change = f"{say(f'The change of {names}:')}\n{patch.diff()}"
+                console.print(Text(indent(change, " " * 6)), soft_wrap=True)  # a line that is broken is none of a diff
 
     with console.status(say("The kernel starts …")) as status:
         return await run_notebook(

@@ -135,7 +135,7 @@ async def _read(client: NotebookClient) -> Reading:
     if told["status"] != "ok":
         raise OomDoctorError(f"the kernel's state could not be read: {told['ename']}: {told['evalue']}")
     values = json.loads(bytes.fromhex(told["data"]["text/plain"].strip("'")))
-    edits = tuple(Edit(**edit) for edit in values.pop("edits", ()))
+    edits = tuple(map(Edit.from_plain, values.pop("edits", ())))
     return Reading(edits=edits, losses=tuple(values.pop("losses")), **values)
 
 

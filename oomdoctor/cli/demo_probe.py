@@ -31,7 +31,8 @@ def _last_case() -> dict[str, Any]:
     from oomdoctor.views import text
     from oomdoctor.views.diagnosis import causes, headline
     from oomdoctor.views.document import GAP, Fixes, Line
-    from oomdoctor.views.prices import aftermath, fix_rows
+    from oomdoctor.views.outcome import aftermath
+    from oomdoctor.views.prices import fix_rows
 
     told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])
     patch = next((one.patch for one in reversed(case.plan.candidates) if one.label in case.outcome.fixes), None)

@@ -7,9 +7,9 @@ Nothing of the user's is run: no property, no ``__repr__``, no ``forward``. Modu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isqrt
+from math import isqrt, prod
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -52,9 +52,10 @@ _LONG: Final = 9
 _BATCH_FIRST: Final = frozenset({"RNNBase", "MultiheadAttention"})
 
 
-def models(modules: Iterable[tuple[str, Any]]) -> tuple[ModelFacts, ...]:
-    """Return the facts of each root module that is not a loss."""
-    return tuple(_model(path, module) for path, module in modules if not _is_loss(module))
+def models(modules: Iterable[tuple[str, Any]], optimizers: Iterable[tuple[str, Any]] = ()) -> tuple[ModelFacts, ...]:
+    """Return the facts of each root module that is not a loss; ``optimizers`` tell which of them are trained."""
+    stepped = {id(one) for _, optimizer in optimizers for group in _groups(optimizer) for one in _weights(group)}
+    return tuple(_model(path, module, stepped) for path, module in modules if not _is_loss(module))
 
 
 def classes(modules: Iterable[tuple[str, Any]]) -> tuple[int, ...]:
@@ -114,17 +115,21 @@ def _looked_at(path: str, module: Any) -> _Module:
     return _Module(path, type(module), plain_dict(module) or {}, _names_above(type(module)))
 
 
-def _model(path: str, root: Any) -> ModelFacts:
+def _model(path: str, root: Any, stepped: Container[int]) -> ModelFacts:
     tree = list(_walk(root))
+    weights = _parameters(tree)
     trains = tree[0].flag("training", True)
     # Modules put into evaluation mode one by one (frozen normalisation) neither couple samples nor draw numbers.
     active = [module for module in tree if not trains or module.flag("training", True)]
     blocks = tuple(module.path for module in tree if _is_repeated(module))
+    repeats, repeated = _repeated(tree, blocks)
+    convolutions = [one for one in tree if _is_dense_convolution(one)]
     return ModelFacts(
         path=path,
         type_name=type(root).__name__,
         training=trains,
-        parameter_bytes=_parameter_bytes(tree),
+        parameter_bytes=_bytes_of(weights.values()),
+        stepped=any(map(stepped.__contains__, weights)),
         blocks=blocks,
         segments=tuple(_segments("", root, blocks, set())),
         switches=tuple(_switches(tree)),
@@ -138,7 +143,11 @@ def _model(path: str, root: Any) -> ModelFacts:
             module.path for module in tree if _BATCH_FIRST & module.names and not module.flag("batch_first", False)
         ),
         any_size=tuple(module.path for module in tree if _POOLS & module.names),
-        linear_bytes=_parameter_bytes(module for module in tree if module.cls.__name__ == "Linear"),
+        linear_bytes=_bytes_of(_parameters(one for one in tree if one.cls.__name__ == "Linear").values()),
+        convolution_bytes=_bytes_of(one.mapping("_parameters").get("weight") for one in convolutions),
+        separable_bytes=sum(map(_separable_bytes, convolutions)),
+        repeats=repeats,
+        repeated_bytes=repeated,
         fused_without_grad=tuple(module.path for module in tree if _FUSED & module.names),
         hooked=tuple(module.path for module in tree if _is_hooked(module)),
         leaves=tuple(_leaves(tree)),
@@ -306,7 +315,7 @@ def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
 
     A parameter of a lazy module has none as yet: asked through ``__torch_function__``, it would raise.
     """
-    tensors = list(tensors)
+    tensors = [one for one in tensors if kind_of(type(one)) is Kind.TENSOR]
     if not tensors:  # torch may not be loaded
         return []
     from torch import _C, Tensor
@@ -325,8 +334,32 @@ def _names_loss(cls: type) -> bool:
     return type(forward) is FunctionType and any(map(_LOSS.search, forward.__code__.co_names))
 
 
-def _parameter_bytes(modules: Iterable[_Module]) -> int:
-    return sum(count * each for count, each in sizes(_parameters(modules).values()))
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(count * each for count, each in sizes(tensors))
+
+
+def _repeated(tree: Sequence[_Module], blocks: Sequence[str]) -> tuple[int, int]:
+    """Return blocks and bytes of the container of repeated blocks in which one set of weights would save most."""
+    found = [(0, 0)]
+    for path in blocks:
+        within = [one for one in tree if one.path != path and one.path.startswith(f"{path}." if path else "")]
+        below = {one.path.removeprefix(path).lstrip(".").partition(".")[0] for one in within}
+        found.append((len(below), _bytes_of(_parameters(within).values())))
+    return max(found, key=lambda one: one[1] - one[1] // max(one[0], 1))
+
+
+def _is_dense_convolution(module: _Module) -> bool:
+    """Whether it is a convolution of more than a point, all of whose inputs go into each output."""
+    kernel = module.own.get("kernel_size")
+    is_wide = type(kernel) is tuple and all(type(one) is int for one in kernel) and prod(kernel) > 1
+    return "_ConvNd" in module.names and module.own.get("groups") == 1 and is_wide and module.number("in_channels") > 1
+
+
+def _separable_bytes(module: _Module) -> int:
+    """Return what a depthwise convolution and one of a point after it would take in its place."""
+    inputs, outputs = int(module.number("in_channels")), int(module.number("out_channels"))
+    count, each = next(iter(sizes([module.mapping("_parameters").get("weight")])), (0, 0))
+    return (inputs * prod(module.own["kernel_size"]) + inputs * outputs) * each if count else 0
 
 
 def _parameters(modules: Iterable[_Module]) -> dict[int, Any]:
@@ -343,9 +376,14 @@ def optimizers(found: Iterable[tuple[str, Any]]) -> tuple[OptimizerFacts, ...]:
     return tuple(_stepper(path, optimizer) for path, optimizer in found)
 
 
+def kind_of_optimizer(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer, and of the one in a wrapper such as that of accelerate."""
+    inner = held(optimizer, "optimizer")
+    return name_of(type(inner if kind_of(type(inner)) is Kind.OPTIMIZER else optimizer))
+
+
 def _stepper(path: str, optimizer: Any) -> OptimizerFacts:
-    given = held(optimizer, "param_groups")
-    groups = [group for group in given if type(group) is dict] if type(given) is list else []
+    groups = _groups(optimizer)
     weights = [count * each for count, each in sizes(one for group in groups for one in _weights(group))]
     cls = type(optimizer)
     return OptimizerFacts(
@@ -356,6 +394,11 @@ def _stepper(path: str, optimizer: Any) -> OptimizerFacts:
         largest_bytes=max(weights, default=0),
         foreach=any(map(_takes_foreach, groups)),
     )
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    given = held(optimizer, "param_groups")
+    return [group for group in given if type(group) is dict] if type(given) is list else []
 
 
 def _weights(group: Mapping[str, Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from oomdoctor.program import kept_tensors
 from oomdoctor.program.definitions import Program, read
 from oomdoctor.program.dependencies import Ground, ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
+from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repeatability import Repetition, not_repeatable
 from oomdoctor.program.training_loops import training_loops
@@ -44,6 +45,7 @@ def facts(
     loaders: Iterable[tuple[str, Any]] = (),
     *,
     local: Iterable[tuple[str, Any, tuple[int, int]]] = (),
+    local_optimizers: Iterable[tuple[str, Any, tuple[int, int]]] = (),
     line: int | None = None,
     running: Iterable[tuple[int, int]] = (),
     standing: Mapping[tuple[int, int], Standing] | None = None,
@@ -60,7 +62,8 @@ def facts(
         namespace: the globals that they ran in; only types and dictionaries of its values are looked at.
         modules: ``(path, nn.Module)`` of each root module found there.
         optimizers: likewise; ``loaders``: likewise.
-        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins.
+        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins;
+            ``local_optimizers``: likewise.
         line: line of the failing cell that was running, to tell whether autograd was off there.
         running: ``(cell, line)`` of all that was running, functions of earlier cells included.
         standing: where each function of ``running`` stood.
@@ -71,8 +74,9 @@ def facts(
         is_kept: whether every tensor was copied when the failing cell began.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
-    local = tuple(local)
-    models, losses = _models.models(modules), _models.losses(modules)
+    local, own_optimizers = tuple(local), [(path, optimizer) for path, optimizer, _ in local_optimizers]
+    stepping = [*optimizers, *own_optimizers]
+    models, losses = _models.models(modules, stepping), _models.losses(modules)
     kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
     kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
     kinds |= {path: "optimizer" for path, _ in optimizers}
@@ -102,11 +106,14 @@ def facts(
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
         models=models,
         local_models=tuple(
-            replace(model, scope=scope) for path, module, scope in local for model in _models.models([(path, module)])
+            replace(model, scope=scope)
+            for path, module, scope in local
+            for model in _models.models([(path, module)], stepping)
         ),
         losses=losses,
-        optimizers=tuple((path, type(optimizer).__name__) for path, optimizer in optimizers),
+        optimizers=tuple((path, _models.kind_of_optimizer(optimizer)) for path, optimizer in optimizers),
         steppers=_models.optimizers(optimizers),
+        local_steppers=_models.optimizers(own_optimizers),
         runs_model=runs_model(program, kinds),
         not_repeatable=repetition.once,
         not_reached=repetition.ahead,
@@ -122,10 +129,19 @@ def facts(
         world_size=world_size(),
         replicas=replicas(modules),
         reruns=_reruns(cells),
+        grows=() if line is None else _grows(cells),
         trainers=trainers(program, under, passed, modules),
         **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
     )
+
+
+def _grows(cells: Cells) -> tuple[tuple[str, str], ...]:
+    """Return the names of the failing cell that hold more with each round of a loop, and the line that makes them."""
+    cell = cells.failing
+    lines = cell.source.split("\n")
+    found = growing(cell.source).items()
+    return tuple((name, f"In[{cell.number}] line {at}: {lines[at - 1].strip()}") for name, at in found)
 
 
 def _ahead(

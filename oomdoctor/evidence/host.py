@@ -54,7 +54,7 @@ def read(root: Path = _kernel.ROOT, *, in_full: bool = True) -> HostMemory:
         process_limit=limit[0],
         process_used=_kernel.less(limit[1], reserve.address_space()),
         process_limit_name=limit[2],
-        malloc_free=_malloc_free(),
+        malloc_free=_held_free(limit[2]),
         bare=_NOT_NOTED,
         kept_back=reserve.released(),
         unfilled=data_limit.unfilled,
@@ -132,7 +132,7 @@ def _limit(root: Path) -> tuple[Measured, Measured, str | Unavailable]:
     status = _kernel.Table(root / "proc/self/status")
     found = [(_soft(name), status[field], name) for name, field in _COUNTED.items()]
     if data_limit.ceiling is not None:
-        found.append((data_limit.ceiling[0], status["VmData"], data_limit.ceiling[1]))
+        found.append((data_limit.ceiling.limit, status["VmData"], data_limit.ceiling.name))
     told = [one for one in found if isinstance(one[0], int) and isinstance(one[1], int)]
     if told:
         return min(told, key=lambda one: one[0] - one[1])  # type: ignore[operator]
@@ -156,13 +156,20 @@ class _Mallinfo(ctypes.Structure):
     _fields_: ClassVar = [("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
-def _malloc_free() -> Measured:
+def malloc_free() -> Measured:
     """Return what ``malloc`` holds free of what the system gave it. Source: mallinfo2(3), from glibc 2.33 on."""
     tell = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if tell is None:
         return Unavailable("this C library does not tell what malloc holds free")
     tell.restype = _Mallinfo
     return int(tell().fordblks)
+
+
+def _held_free(limit: str | Unavailable) -> Measured:
+    """Return what ``malloc`` holds free below the limit of this name: of one above a cell, what that cell gave it."""
+    found, ceiling = malloc_free(), data_limit.ceiling
+    is_of_cell = isinstance(found, int) and ceiling is not None and ceiling.name == limit
+    return max(found - ceiling.malloc_free, 0) if is_of_cell else found  # type: ignore[operator, union-attr]
 
 
 def _resident() -> Measured:

@@ -121,7 +121,8 @@ def _both(first: Patch, second: Patch) -> Patch:
         if before is not None:
             is_all = edit.is_whole or bound_names(before.replay) <= bound_names(edit.replay)
             replay = edit.replay if is_all else f"{before.replay.rstrip()}\n\n\n{edit.replay}"
-            edit = replace(edit, before=before.before, replay=replay)
+            anew = tuple(dict.fromkeys((*before.anew, *edit.anew)))
+            edit = replace(edit, before=before.before, replay=replay, anew=anew)
         edits[edit.cell] = edit
     return Patch(edits=tuple(edits[cell] for cell in sorted(edits)))
 

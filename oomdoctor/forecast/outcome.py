@@ -83,7 +83,7 @@ def reading_of(run: Run) -> Reading:
     is_bound = uncertain_bytes(ledger) > meter.margin * ledger.peak
     notes = {
         ON_CARD: run.card is not None,
-        f"extrapolated over {growth.over} steps": growth.over,
+        "extrapolated over 1 step" if growth.over == 1 else f"extrapolated over {growth.over} steps": growth.over,
         f"grows by {format_size(endless)} per step": endless,
         f"{missed}": missed,
         "what kernels need inside is an estimate": meter.is_estimate,

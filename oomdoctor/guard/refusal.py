@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from oomdoctor.evidence.host import malloc_free
 from oomdoctor.guard.gauge import Gauge
-from oomdoctor.model.sizes import MIB
+from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.sandbox import data_limit, reserve
 
 LEAST: Final = 16 * MIB
@@ -26,7 +27,11 @@ _MATTERS: Final = 8
 """Share of what is free from which untouched memory is counted exactly."""
 LEAST_SHARE: Final = 4
 """One part in so many of what is really left is the most that it may be."""
-CEILING: Final = "%%memlimit"
+
+
+def ceiling_name(ceiling: int) -> str:
+    """Return what a limit of so many bytes above a cell is called."""
+    return f"%%memlimit {format_size(ceiling)}"
 
 
 class Refusal:
@@ -42,7 +47,7 @@ class Refusal:
         self._data, self._anon = self._read()
         self._kept = reserve.most_resident()
         self._floor = self._least = 0
-        self._ceiling = None if ceiling is None else self._data + ceiling
+        self._ceiling, self._own = None if ceiling is None else self._data + ceiling, ceiling or 0
         self.untouched = 0
 
     def _read(self) -> tuple[int, int]:
@@ -69,7 +74,9 @@ class Refusal:
             self._least = max(min(LEAST, free // LEAST_SHARE), 0)
             self._floor = self._data + self._least
         if self._ceiling is not None:
-            data_limit.ceiling = self._ceiling, CEILING
+            held_free = malloc_free()
+            kept = held_free if isinstance(held_free, int) else 0
+            data_limit.ceiling = data_limit.Ceiling(self._ceiling, ceiling_name(self._own), kept)
         self.keep(free, margin)
 
     def keep(self, free: int | None, margin: int) -> None:

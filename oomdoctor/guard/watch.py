@@ -22,7 +22,7 @@ from oomdoctor.guard import copies, exemptions
 from oomdoctor.guard.black_box import Record
 from oomdoctor.guard.gauge import GROUP, Gauge, Reading, resident
 from oomdoctor.guard.interrupt import Interrupt
-from oomdoctor.guard.refusal import CEILING, LEAST, LEAST_SHARE, Refusal
+from oomdoctor.guard.refusal import LEAST, LEAST_SHARE, Refusal, ceiling_name
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.objects.frames import line_of_cell
 from oomdoctor.sandbox import data_limit, reserve
@@ -159,10 +159,18 @@ class Watch:
             self._is_short = now, (answer := bool(self.why_on()))
         return answer
 
-    def margin(self) -> int:
-        """Return how many bytes of the limit that binds now no cell can have; 0 where the guard is off."""
+    def margin(self, free: int | None = None) -> int:
+        """Return how many bytes of what is free no cell can have; 0 where the guard is off.
+
+        Args:
+            free: what another limit leaves, such as one that the user has set on the process: as far as that is less
+                than what the guard looks at leaves, it has no part in the margin.
+        """
         reading = self.gauge.read() if self.is_on() else None
-        return 0 if reading is None else reading.margin(self.terms().margin) + _AHEAD
+        if reading is None:
+            return 0
+        beyond = 0 if free is None else max(reading.free - free, 0)
+        return max(reading.margin(self.terms().margin) + _AHEAD - beyond, 0)
 
     def _left(self) -> int | None:
         """Return how many bytes a copy of this process may take of what a group leaves; None where none has a limit."""
@@ -345,7 +353,8 @@ class Watch:
             cell.raised, cell.start = self.interrupt.raised, cell.start + _AGAIN
             cell.most = (reading.used if reading is not None else 0) + _AGAIN
         if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
-            self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=CEILING))
+            name = ceiling_name(cell.ceiling)
+            self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=name))
             return NEAR_S
         if reading is None or not (cell.is_watched or self.record):
             return FAR_S if cell.ceiling is None else NEAR_S

@@ -103,7 +103,9 @@ class Outcome:
 
     Attributes:
         fixes: labels of the fixes in place for the last attempt.
-        peak: measured high-water mark of the last attempt in bytes, by the means that ``measure`` names.
+        peak: measured high-water mark of the tensors of the healed run in bytes, by the means that ``measure`` names;
+            ``peak_reserved``: of what the allocator held, None where none counts it.
+        elapsed_s: of all attempts, with what was looked for and tried out between them; ``run_s``: of the healed run.
         why: one sentence; for a refusal, what could not be brought back.
         checked: what the trial of the change has shown: what was compared, or why it could not be tried.
         anyway: whether nothing was tried for that, and ``--anyway`` would try it all the same.
@@ -116,8 +118,10 @@ class Outcome:
     attempts: int = 0
     state: State = State.UNVERIFIED
     peak: int | None = None
+    peak_reserved: int | None = None
     measure: str = ""
     elapsed_s: float | None = None
+    run_s: float | None = None
     why: str = ""
     checked: str = ""
     anyway: bool = False

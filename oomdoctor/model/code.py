@@ -62,6 +62,7 @@ class ModelFacts:
 
     Attributes:
         path: the expression for it, ``model``.
+        stepped: an optimizer that a name holds steps parameters of it.
         blocks: paths of containers of repeated blocks below it (``encoder.layers``), outermost first.
         segments: parts to run again in the backward pass, paths and stretches ``features[0:3]``, in their order.
         switches: methods by which parts of it recompute their own layers, ``(path, whether it may leave layers out)``.
@@ -70,6 +71,9 @@ class ModelFacts:
         sequence_first: recurrent and attention modules that take the batch in dimension 1.
         any_size: modules that pool images of whatever size to the one that the layers after them take.
         linear_bytes: parameters of ``nn.Linear`` layers.
+        convolution_bytes: weights of convolutions wider than a point that are neither grouped nor depthwise;
+            ``separable_bytes``: what a depthwise one and one of a point would take in the place of each.
+        repeats: blocks of the container of repeated blocks that has most to share, and their ``repeated_bytes``.
         fused_without_grad: modules that in evaluation without gradients compute by another, fused kernel.
         hooked: modules with hooks that are called at each forward, empty text for the model itself.
         leaves: attributes in which a forward has left tensors with their graph, a loss term or features.
@@ -81,6 +85,7 @@ class ModelFacts:
     type_name: str
     training: bool
     parameter_bytes: int
+    stepped: bool = False
     blocks: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
     switches: tuple[tuple[str, bool], ...] = ()
@@ -89,6 +94,10 @@ class ModelFacts:
     sequence_first: tuple[str, ...] = ()
     any_size: tuple[str, ...] = ()
     linear_bytes: int = 0
+    convolution_bytes: int = 0
+    separable_bytes: int = 0
+    repeats: int = 0
+    repeated_bytes: int = 0
     fused_without_grad: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
@@ -217,7 +226,7 @@ class CodeFacts:
 
     Attributes:
         local_models: models that only locals of the functions lead to that were running.
-        steppers: what the optimizers of ``optimizers`` are like.
+        steppers: what the optimizers of ``optimizers`` are like; ``local_steppers``: those that only locals lead to.
         not_repeatable: calls of the failing run that cannot be undone and may have been made, ``line: call``;
             ``not_reached``: those that it had not come to when it failed; ``written_anew``: calls that write a file as
             a whole, which a second run does as well.
@@ -247,6 +256,7 @@ class CodeFacts:
         compiles: a call of ``torch.compile``; ``cuda_graphs``: of what captures a CUDA graph.
         framework: other libraries in this process that take memory of the device, ``tensorflow, jax``.
         reruns: how often the source of the failing cell was run before.
+        grows: names of the failing cell that hold more with each round of a loop, with the line that makes them.
         trainers: the trainers of libraries that the failure came out of.
         sites: where the practices stand that fixes mend, by the id of the fix.
     """
@@ -258,6 +268,7 @@ class CodeFacts:
     losses: tuple[LossFacts, ...] = ()
     optimizers: tuple[tuple[str, str], ...] = ()
     steppers: tuple[OptimizerFacts, ...] = ()
+    local_steppers: tuple[OptimizerFacts, ...] = ()
     runs_model: bool | None = None
     not_repeatable: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
@@ -289,6 +300,7 @@ class CodeFacts:
     cuda_graphs: str | None = None
     framework: str | None = None
     reruns: int = 0
+    grows: tuple[tuple[str, str], ...] = ()
     trainers: tuple[TrainerFacts, ...] = ()
     sites: Mapping[str, tuple[Site, ...]] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,6 +99,7 @@ class Edit:
             the failing cell, the redefined function for an earlier one. Of a module, whose functions take the place of
             those that are loaded, what to do to objects besides, mostly nothing.
         file: the path that the module was loaded from, None for a cell.
+        anew: names of the objects that the replay of an earlier cell makes anew.
     """
 
     cell: int
@@ -106,6 +107,12 @@ class Edit:
     after: str
     replay: str
     file: str | None = None
+    anew: tuple[str, ...] = ()
+
+    @classmethod
+    def from_plain(cls, told: Mapping[str, Any]) -> Edit:
+        """Return the edit whose fields came as JSON."""
+        return cls(**{**told, "anew": tuple(told.get("anew", ()))})
 
     @property
     def is_whole(self) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oomdoctor.model.evidence import Evidence
     from oomdoctor.model.incident import Incident
     from oomdoctor.model.memory import Census
-    from oomdoctor.model.plan import Candidate, Fit, Forecast, LargestBatch, MemPlan
+    from oomdoctor.model.plan import Candidate, Fit, Forecast, LargestBatch, MemPlan, Plan
 
 SCHEMA: Final = 1
 
@@ -80,7 +80,7 @@ def case(whole: Case) -> dict[str, Any]:
         **diagnosis(whole.incident, whole.findings),
         "evidence": evidence(whole.evidence),
         "unchanged": _forecast(whole.plan.unchanged),
-        "fixes": [_candidate(candidate) for candidate in whole.plan.candidates],
+        "fixes": [_candidate(whole.plan, candidate) for candidate in whole.plan.candidates],
         "refusals": dict(whole.plan.refusals),
         "outcome": plain(whole.outcome),
     }
@@ -99,7 +99,7 @@ def memplan(whole: MemPlan) -> dict[str, Any]:
         "least": None if whole.least is None else {"peak": whole.least.peak, "basis": whole.least.basis},
         "cards": [_fit(fit) for fit in whole.elsewhere],
         **_fields([("largest_batch", batch if isinstance(batch, Refused) else _batch(batch))]),
-        "fixes": [_candidate(candidate) for candidate in whole.plan.candidates] if whole.plan is not None else [],
+        "fixes": [_candidate(whole.plan, one) for one in whole.plan.candidates] if whole.plan is not None else [],
         "refusals": dict(whole.plan.refusals) if whole.plan is not None else {},
         "elapsed_s": round(whole.elapsed_s, 3),
     }
@@ -115,9 +115,10 @@ def _batch(batch: LargestBatch) -> dict[str, Any]:
     return {**plain(batch), "forecast": _forecast(batch.forecast)}
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _candidate(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     patch = candidate.patch
     return {
+        "number": plan.number(candidate),
         "id": candidate.fix,
         "title": candidate.title,
         "dose": plain(candidate.dose),

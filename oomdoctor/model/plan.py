@@ -115,6 +115,19 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPeak:
+    """High-water marks of a run with a change in place, in bytes, by the means that ``measure`` names.
+
+    Attributes:
+        tensors: of live tensors; ``reserved``: of what the caching allocator held, None where there is none.
+    """
+
+    tensors: int
+    reserved: int | None = None
+    measure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One fix in one dose, priced; or several, where no single one fits.
 
@@ -128,6 +141,8 @@ class Candidate:
         stronger: what its fix proposes in stronger doses, mildest first.
         breaks: whether its dry run failed where that of the unchanged cell did not.
         refuted: what a retry found that makes it wrong for this program, None where nothing was found.
+        measured: what the cell took when it was healed with it, None where it was not.
+        follows: label of the change with which memory ran out before a retry came to this one, a stronger dose or more.
     """
 
     fix: str
@@ -143,6 +158,8 @@ class Candidate:
     stronger: tuple[Proposal, ...] = ()
     breaks: bool = False
     refuted: str | None = None
+    measured: MeasuredPeak | None = None
+    follows: str = ""
 
     @property
     def made_of(self) -> tuple[tuple[str, Dose], ...]:
@@ -166,12 +183,27 @@ class Plan:
 
     Attributes:
         pending: whether it is still to be priced, and nothing is in it yet.
+        named: ids of fixes in the order of the numbers that earlier plans of the case gave them.
     """
 
     unchanged: Forecast
     candidates: tuple[Candidate, ...] = ()
     refusals: tuple[tuple[str, str], ...] = field(default=())
     pending: bool = False
+    named: tuple[str, ...] = ()
+
+    @property
+    def numbered(self) -> tuple[str, ...]:
+        """The ids of all fixes that have a number, in its order: what is new comes after what had one before."""
+        return tuple(dict.fromkeys((*self.named, *(one.fix for one in self.candidates))))
+
+    def number(self, candidate: Candidate) -> int:
+        """Return the number that a candidate is called by, the same in every plan of its case."""
+        return self.numbered.index(candidate.fix) + 1
+
+    def after(self, earlier: Plan) -> Plan:
+        """Return the plan with the numbers that an earlier plan of the same case gave."""
+        return replace(self, named=tuple(dict.fromkeys((*earlier.numbered, *self.named))))
 
     def without(self, reasons: Mapping[str, str]) -> Plan:
         """Return the plan with these fixes refused, each for its reason; what is left keeps its number."""

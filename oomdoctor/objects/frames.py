@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.session import Standing
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
-from oomdoctor.objects.named import is_installed
+from oomdoctor.objects.named import is_installed, is_users_file
 
 _TOP_LEVEL: Final = ("<module>", "<cell line: ")
 """What the code of a cell is called: the latter by IPython 7.33 and later ones of 7."""
@@ -90,7 +90,8 @@ class Frame(NamedTuple):
     """A frame's locals. Short-lived: it holds them.
 
     Attributes:
-        place: ``forward at In[5] line 3``.
+        place: ``forward at In[5] line 3``; of a library the line of the program that called it, ``forward, called at
+            In[5] line 3``.
         code_names: names that a frame at the top level of a program uses; empty for a function's.
         is_program: whether its code is of the program that was asked about, and not of a library.
         ends: whether it is still running, and lets go of its locals by itself.
@@ -138,11 +139,13 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
     """
     seen: set[int] = set()
     for link in chained(exc):
+        caller = ""
         for step in steps_of(traceback_of(link)):
             frame, line = step.tb_frame, step.tb_lineno
+            caller = _line_of_program(frame, line, cells, namespace) or caller
             if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
                 seen.add(id(frame))
-                yield _read(frame, line, cells, namespace)
+                yield _read(frame, line, cells, namespace, caller)
 
 
 def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]) -> list[tuple[int, int]]:
@@ -197,20 +200,20 @@ def _modules_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"self.{name}": value for name, value in modules.items()} if type(modules) is dict else {}
 
 
-def local_modules(
-    exc: BaseException | None, cells: Mapping[str, int], known: Iterable[tuple[str, Any]]
+def local_objects(
+    exc: BaseException | None, cells: Mapping[str, int], kind: Kind, known: Iterable[tuple[str, Any]]
 ) -> list[tuple[str, Any, tuple[int, int]]]:
-    """Return the modules of torch that only locals of functions lead to, outermost function first.
+    """Return the modules or the optimizers of torch that only locals of functions lead to, outermost function first.
 
     Args:
         exc: the failure that came out of the functions.
         cells: number of the cell by the file name of its code.
-        known: ``(path, module)`` of those that names of the notebook lead to.
+        known: ``(path, object)`` of those that names of the notebook lead to.
 
     Returns:
-        ``(path, module, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.
+        ``(path, object, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.
     """
-    seen = {id(part) for path, module in known for _, part in submodules(module, path)}
+    seen = {id(part) for path, value in known for part in _with_parts(path, value)}
     found = []
     for step in (step for link in chained(exc) for step in steps_of(traceback_of(link))):
         code = step.tb_frame.f_code
@@ -219,10 +222,16 @@ def local_modules(
         own = locals_of(step.tb_frame)
         held = {f"self.{name}": value for name, value in (plain_dict(own.get("self")) or {}).items()}
         for path, value in [*own.items(), *held.items()]:
-            if kind_of(type(value)) is Kind.MODULE and id(value) not in seen and path.replace(".", "").isidentifier():
-                seen.update(id(part) for _, part in submodules(value, path))
+            if kind_of(type(value)) is kind and id(value) not in seen and path.replace(".", "").isidentifier():
+                seen.update(map(id, _with_parts(path, value)))
                 found.append((path, value, (number, code.co_firstlineno)))
     return found
+
+
+def _with_parts(path: str, value: Any) -> list[Any]:
+    """Return an object, and of a module all that are below it."""
+    is_module = kind_of(type(value)) is Kind.MODULE
+    return [part for _, part in submodules(value, path)] if is_module else [value]
 
 
 def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
@@ -240,7 +249,10 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
     # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
     first = next((at for at, frame in enumerate(stack) if _is_program(frame, namespace)), 0)
     del stack[:first]
-    yield from (_read(frame, frame.f_lineno, cells, namespace)._replace(ends=True) for frame in stack)
+    caller = ""
+    for frame in stack:
+        caller = _line_of_program(frame, frame.f_lineno, cells, namespace) or caller
+        yield _read(frame, frame.f_lineno, cells, namespace, caller)._replace(ends=True)
 
 
 def line_of_cell(thread: int | None, globals_: Mapping[str, Any]) -> int | None:
@@ -280,17 +292,28 @@ def _is_of(name: Any, packages: frozenset[str]) -> bool:
     return type(name) is str and name.partition(".")[0] in packages
 
 
-def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Frame:
+def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any], caller: str) -> Frame:
     code = frame.f_code
-    number = cells.get(code.co_filename)
-    where = f"In[{number}]" if number is not None and number >= 0 else code.co_filename.rsplit("/", 1)[-1]
+    own = _line_of_program(frame, line, cells, namespace)
+    file = f"{code.co_filename.rsplit('/', 1)[-1]} line {line}"
     at_top = not code.co_flags & inspect.CO_OPTIMIZED
     return Frame(
         values={} if at_top else locals_of(frame),
-        place=f"{code.co_name} at {where} line {line}",
+        place=f"{code.co_name}, called at {caller}" if caller and not own else f"{code.co_name} at {own or file}",
         code_names=frozenset(code.co_names) if at_top else frozenset(),
         is_program=_is_program(frame, namespace),
     )
+
+
+def _line_of_program(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> str:
+    """Return where code of the program or of a file of the user's stands, ``In[5] line 3``; empty for a library's."""
+    file = frame.f_code.co_filename
+    number = cells.get(file)
+    if number is not None and number >= 0:
+        return f"In[{number}] line {line}"
+    is_file = is_users_file(file) and not file.startswith("<")
+    is_own = number is not None or is_file or _is_program(frame, namespace)
+    return f"{file.rsplit('/', 1)[-1]} line {line}" if is_own else ""
 
 
 def _is_program(frame: FrameType, namespace: Mapping[str, Any]) -> bool:

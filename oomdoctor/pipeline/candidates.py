@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from oomdoctor import fixes
-from oomdoctor.model.case import Case, Cause
+from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.incident import Family
-from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.plan import Candidate, Forecast, MeasuredPeak, Plan
 from oomdoctor.model.session import Session
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.retry import Choice
@@ -94,7 +94,8 @@ def stronger_of(candidate: Candidate) -> list[Candidate]:
     """Return the candidate in every other of its stronger doses; two fixes together have none."""
     steps = [one for at, one in enumerate(candidate.stronger, 1) if at % 2 == 0 or at == len(candidate.stronger)]
     unpriced = Forecast(basis="not priced: a stronger dose after a failure", budget=candidate.forecast.budget)
-    return [replace(candidate, dose=one.dose, caveat=one.caveat, forecast=unpriced) for one in steps]
+    stronger = replace(candidate, forecast=unpriced, follows=candidate.label)
+    return [replace(stronger, dose=one.dose, caveat=one.caveat) for one in steps]
 
 
 def besides(first: Candidate, second: Candidate) -> Candidate:
@@ -108,14 +109,19 @@ def besides(first: Candidate, second: Candidate) -> Candidate:
         is_tried=first.is_tried or second.is_tried,
         parts=(*first.made_of, *second.made_of),
         stronger=(),
+        follows=first.label,
     )
 
 
-def with_made(plan: Plan, made: Candidate | None) -> Plan:
+def with_made(plan: Plan, made: Candidate | None, outcome: Outcome) -> Plan:
     """Return the plan with what healed the cell in the place of its milder dose, whatever refuted that."""
     if made is None:
         return plan
+    if outcome.kind is OutcomeKind.HEALED and outcome.peak is not None:
+        took = MeasuredPeak(tensors=outcome.peak, reserved=outcome.peak_reserved, measure=outcome.measure)
+        made = replace(made, measured=took)
     others = [one for one in plan.candidates if one.fix != made.fix]
-    at = next((at for at, one in enumerate(plan.candidates) if one.fix == made.fix), 0)
+    known = [one.fix for one in plan.candidates]
+    at = next((known.index(fix) for fix in (made.fix, made.made_of[0][0]) if fix in known), 0)
     refusals = tuple(told for told in plan.refusals if told[0] != made.fix)
     return replace(plan, candidates=(*others[:at], made, *others[at:]), refusals=refusals)

@@ -141,7 +141,9 @@ _cases: list[Case] = []
 
 
 def record(case: Case) -> Case:
-    """Keep a case, or replace the record of the same number; return it."""
+    """Keep a case, or replace the record of the same number; return it. Its fixes keep the numbers that they had."""
+    for before in _cases[case.number - 1 : case.number]:
+        case = replace(case, plan=case.plan.after(before.plan))
     _cases[case.number - 1 : case.number] = [case]
     return case
 

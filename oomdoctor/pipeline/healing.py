@@ -99,7 +99,7 @@ async def heal(
     made = next(filter(None, map(checks.candidates.get, outcome.fixes)), None)
     if made is not None:
         made = replace(made, patch=checks.patches.get(made.label, made.patch))
-    return replace(case, plan=with_made(case.plan.without(unfit), made), outcome=outcome), error
+    return replace(case, plan=with_made(case.plan.without(unfit), made, outcome), outcome=outcome), error
 
 
 def _with_losses(outcome: Outcome, error: BaseException | None, lost: Sequence[str]) -> Outcome:

@@ -134,7 +134,7 @@ class Together:
         else:
             outcome = replace(outcome, checked=self.checked)
         made = next(filter(None, map(self._made.get, outcome.fixes)), None)
-        case = replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made), outcome=outcome)
+        case = replace(self.case, plan=with_made(self.case.plan.without(self._unfit), made, outcome), outcome=outcome)
         return self._with_ranks(case), error
 
     def _with_ranks(self, case: Case) -> Case:

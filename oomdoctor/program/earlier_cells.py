@@ -23,7 +23,7 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.compiled import lines_of
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.literals import SETTINGS, Book, Number, Page, binds, calls, key_of
-from oomdoctor.program.magics import Definition, Function, mask
+from oomdoctor.program.magics import Definition, Function, mask, tree_of
 from oomdoctor.program.names import call_name, imported, outside, own_nodes, read_first, root_of
 from oomdoctor.program.rewriting import exchange
 
@@ -125,9 +125,17 @@ def write(
                 before=cells.get(number).source,
                 after=text,
                 replay=text if number == failing else replay,
+                anew=() if number == failing else _made_by(replay),
             )
         )
     return rewriting.join(cells, edits)
+
+
+def _made_by(replay: str) -> tuple[str, ...]:
+    """Return the names of what statements that run again make, in their order."""
+    made = (node for node in tree_of(replay).body if isinstance(node, ast.Assign | ast.AnnAssign))
+    names = (part for node in made for part in ast.walk(node) if isinstance(part, ast.Name))
+    return tuple(dict.fromkeys(name.id for name in names if isinstance(name.ctx, ast.Store)))
 
 
 def _in_module(cells: Cells, texts: Mapping[int, str]) -> str:

@@ -78,7 +78,20 @@ PLAIN_FUNCTIONS: Final = frozenset(
 )
 """Functions of Python whose result has no graph. The methods of these names may keep it: ``logits.float()``."""
 PLAIN_ATTRIBUTES: Final = frozenset(
-    {"shape", "device", "dtype", "layout", "data", "ndim", "itemsize", "nbytes", "name", "output_nr", "grad_fn"}
+    {
+        "shape",
+        "device",
+        "dtype",
+        "layout",
+        "data",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "name",
+        "names",
+        "output_nr",
+        "grad_fn",
+    }
     | {"requires_grad", "is_leaf", "retains_grad", "is_cuda", "is_sparse", "dataset", "__name__"}
 )
 """Attributes of a tensor, or of a loader, that have no graph."""

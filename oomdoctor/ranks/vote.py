@@ -54,7 +54,7 @@ class Offer:
             OfferedDose(
                 label=one["label"],
                 dose=Dose(tuple((name, value) for name, value in one["dose"]["values"])),
-                patch=Patch(edits=tuple(Edit(**edit) for edit in one["patch"]["edits"])),
+                patch=Patch(edits=tuple(map(Edit.from_plain, one["patch"]["edits"]))),
             )
             for one in told["doses"]
         )

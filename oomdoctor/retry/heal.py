@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias
 
 from oomdoctor.errors import OomDoctorError, StateError
 from oomdoctor.model.case import Outcome, OutcomeKind, State
+from oomdoctor.model.memory import Measured
 from oomdoctor.model.session import Accelerator, Attempt
-from oomdoctor.model.unavailable import Refused, Unavailable
+from oomdoctor.model.unavailable import Refused
 from oomdoctor.program.modules import importing
 from oomdoctor.retry.release import release
 from oomdoctor.retry.transaction import Transaction
@@ -98,7 +99,7 @@ async def heal(
         log.tried.append(choice.label)
         try:
             with _peaks_before_resets(accelerator) as peaks:
-                error = await _attempt(transaction, admitted.attempt, run, accelerator, peaks, writes=writes)
+                error, run_s = await _attempt(transaction, admitted.attempt, run, accelerator, peaks, writes=writes)
         except OomDoctorError as exc:
             log.unfit_for(choice, exc)
             continue
@@ -106,8 +107,9 @@ async def heal(
             transaction.restore()
             raise
         if (error is None or isinstance(error, SystemExit)) and not transaction.stopped:  # it ended itself
-            state = State.UNVERIFIED if doubts else State.CLEAN
-            return log.outcome(OutcomeKind.HEALED, state, "; ".join(doubts), _peak(accelerator, peaks)), error
+            healed = log.outcome(OutcomeKind.HEALED, State.UNVERIFIED if doubts else State.CLEAN, "; ".join(doubts))
+            tensors, reserved = _highest([*peaks, _peak(accelerator)])
+            return replace(healed, peak=tensors, peak_reserved=reserved, run_s=run_s), error
         # Of what a change raised, its cause tells: a few rows that it tried out. Asked before its frames let go.
         cause = error.__cause__ if isinstance(error, OomDoctorError) else error
         ran_out = cause is not None and is_oom(cause)
@@ -192,23 +194,30 @@ class _Log:
         told = [f"what the cell had made before it failed is gone: {', '.join(gone)}"] if gone else []
         return self.outcome(kind, State.UNVERIFIED if missing else State.RESTORED, "; ".join([why, *told, *missing]))
 
-    def outcome(self, kind: OutcomeKind, state: State, why: str, peak: int | None = None) -> Outcome:
+    def outcome(self, kind: OutcomeKind, state: State, why: str) -> Outcome:
         return Outcome(
             kind=kind,
             fixes=tuple(self.tried[-1:]),
             attempts=len(self.tried),
             state=state,
-            peak=peak,
             measure=self.accelerator.measure,
             elapsed_s=self.elapsed_s,
             why=why,
         )
 
 
+_Peak: TypeAlias = tuple[Measured, Measured]
+"""High-water marks in bytes: of live tensors, and of what the allocator has held."""
+
+
 async def _attempt(
-    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator, peaks: list[int], *, writes: bool
-) -> BaseException | None:
-    """Run one attempt from the restored state, with copies made just in time for the way back."""
+    transaction: Transaction, attempt: Attempt, run: Run, accelerator: Accelerator, peaks: list[_Peak], *, writes: bool
+) -> tuple[BaseException | None, float]:
+    """Run one attempt from the restored state, with copies made just in time for the way back.
+
+    Returns:
+        What the user's code raised, and how many seconds it ran.
+    """
     transaction.restore()
     gc.collect()  # what the last run has made and is held in a cycle by itself, as every class is
     transaction.hold(attempt, accelerator.holds if accelerator.name != "cpu" else None)
@@ -225,29 +234,33 @@ async def _attempt(
             live.enter_context(transaction.unread())
         texts = {str(edit.file): edit.after for edit in attempt.modules}
         with importing(texts), teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
-            return await run(attempt)
+            begun_s = time.monotonic()
+            return await run(attempt), time.monotonic() - begun_s
 
 
-def _peak(accelerator: Accelerator, earlier: Sequence[int] = ()) -> int | None:
-    peak = accelerator.read().peak_allocated
-    return None if isinstance(peak, Unavailable) else max(peak, *earlier, 0)
+def _peak(accelerator: Accelerator) -> _Peak:
+    read = accelerator.read()
+    return read.peak_allocated, read.peak_reserved
+
+
+def _highest(peaks: Sequence[_Peak]) -> list[int | None]:
+    """Return the highest of each mark, None of one that is not counted here."""
+    return [max((size for size in sizes if isinstance(size, int)), default=None) for sizes in zip(*peaks, strict=True)]
 
 
 @contextmanager
-def _peaks_before_resets(accelerator: Accelerator) -> Iterator[list[int]]:
-    """Note the peak whenever CUDA's is reset in the body: a program that does so would hide its own peak.
+def _peaks_before_resets(accelerator: Accelerator) -> Iterator[list[_Peak]]:
+    """Note the peaks whenever CUDA's are reset in the body: a program that does so would hide its own.
 
     All of PyTorch's functions for it come to this one. Source: ``reset_peak_memory_stats`` in torch/cuda/memory.py.
     """
     torch = sys.modules.get("torch")
     core: Any = None if torch is None else torch._C
     reset: Any = getattr(core, "_cuda_resetPeakMemoryStats", None)
-    peaks: list[int] = []
+    peaks: list[_Peak] = []
 
     def noted(*device: Any) -> None:
-        peak = _peak(accelerator)
-        if peak is not None:
-            peaks.append(peak)
+        peaks.append(_peak(accelerator))
         reset(*device)
 
     if reset is None or accelerator.name == "cpu":

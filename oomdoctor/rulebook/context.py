@@ -91,10 +91,13 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **_numbers("found", "allocated", "accounted_ratio"),
         # on the host: of arrays and other objects of the program, and the name that leads to most of them
         **_numbers("beside", "beside_largest", "beside_arrays"),
-        "beside_path": str,
+        **dict.fromkeys(("beside_path", "beside_grown_by"), str),
         **{role.value: float for role in Role},
-        **{f"{role.value}_path": str for role in Role},
+        # of the largest holder of each: its path, the line that makes it hold more, the other names that lead there
+        **{f"{role.value}_{told}": str for role in Role for told in ("path", "grown_by", "names")},
         **{f"{role.value}_ratio": float for role in Role},
+        # of the role that has most beside activations; and what was asked for, where it is more than activations hold
+        **_numbers("other_ratio", "outweighed"),
         # of the largest holding, and of the largest that is an activation or a batch
         **_numbers("largest", "largest_count", "largest_last_dim", "largest_ndim", "activation_last_dim"),
         **_numbers("batch_ndim", "batch_last_dim"),
@@ -105,6 +108,16 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **_numbers("data_set", "data_set_ratio", "freed", "freed_ratio", "largest_ratio"),
         # of the parameters: what no name leads to, how many root modules have some, bytes of one number
         **_numbers("unnamed_parameter", "models", "parameter_bytes_each"),
+        **dict.fromkeys(("unnamed_parameter_path", "model_names"), str),
+        # the model that most activations were saved in
+        "activation_model": str,
+        **_numbers("activation_of_model"),
+        # weights that nothing trains beside a model that is trained: the largest, by one of three names
+        **_numbers("second", "second_ratio"),
+        **dict.fromkeys(("second_model", "second_copy", "second_average"), str),
+        # and copies of its weights that containers hold
+        **_numbers("kept_copies", "kept_copies_ratio", "kept_copies_count"),
+        **dict.fromkeys(("kept_copies_path", "kept_copies_grown_by"), str),
     },
     "jittor": {
         **_of(JittorMemory, "held", "alive", "operators"),
@@ -114,11 +127,14 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
     },
     "code": {
         **_of(CodeFacts),
-        **dict.fromkeys((*SITES, "optimizer", "stale"), str),
+        **dict.fromkeys((*SITES, "optimizer", "optimizer_path", "stale"), str),
         **dict.fromkeys(("training", "evaluating", "accumulates", "foreach", "batch_norm"), bool),
         # the failing line is of a training and ran with gradients on
         "differentiated": bool,
         **_numbers("models", "parameter_bytes", "optimizers", "history_appends", "stepped_bytes", "most_classes"),
+        # dense convolutions, and depthwise separable ones in their place; repeated blocks, half of them, one for all
+        **_numbers("convolution_bytes", "separable_bytes", "repeats", "repeated_bytes", "halved_bytes", "shared_bytes"),
+        "repeated_path": str,
         # what the parameters would take in 2 bytes each, in 4 bits, and in training with Adam in fp32
         **_numbers("half_bytes", "int4_bytes", "adam_bytes"),
     },

@@ -7,20 +7,20 @@ also for the examples in the rule files.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final, TypeVar
 
 from oomdoctor.model.cards import CARDS, CONTEXT_BYTES
-from oomdoctor.model.code import CodeFacts
+from oomdoctor.model.code import CodeFacts, OptimizerFacts
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Census, DeviceMemory, Holding, HostHolding, HostMemory, JittorMemory, Role
+from oomdoctor.model.incident import CellLine, Incident
+from oomdoctor.model.memory import DeviceMemory, HostMemory, JittorMemory, Role
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.jittor import told
 from oomdoctor.rulebook.context import SITES, SYMBOLS, Fact, Facts
+from oomdoctor.rulebook.holders import of_census, of_host
 
 T = TypeVar("T")
 
@@ -36,9 +36,9 @@ def facts_of(incident: Incident, evidence: Evidence | None) -> Facts:
     if evidence is not None:
         given["device"] = _device(evidence)
         given["host"] = _host(evidence.host)
-        given["census"] = _census(evidence.census, evidence.code)
+        given["census"] = of_census(evidence.census, evidence.code)
         if evidence.census.device == _HOST:
-            given["census"] |= _beside(evidence.beside_tensors)
+            given["census"] |= of_host(evidence.beside_tensors, evidence.code)
         given["code"] = _code(evidence.code, incident)
     lazy = told(incident.message) if evidence is None else evidence.jittor
     if lazy is not None:
@@ -78,15 +78,19 @@ def complete(facts: Facts) -> Facts:
     whole = whole and whole + (_number(census["freed"]) or 0) + asked
     for role in Role:
         census[f"{role.value}_ratio"] = _share(census.get(role.value), whole)
-    names = "saved", "nameless", "freed", "largest", "data_set", "left"
+    names = "saved", "nameless", "freed", "largest", "data_set", "left", "second", "kept_copies"
     census |= {f"{name}_ratio": _share(census.get(name), whole) for name in names}
     if (activation := _number(census.get("activation"))) is not None:
         running = activation + (_number(census["freed"]) or 0) + asked
         census["activation_ratio"] = _share(running, whole)
+        requested = _number(incident.get("requested"))
+        census["outweighed"] = requested if requested is not None and requested > activation else None
+    census["other_ratio"] = max(_number(census[f"{role.value}_ratio"]) or 0.0 for role in Role if role is not _RUNNING)
     return {**facts, "incident": incident, "device": device, "census": census, "host": host, "code": code}
 
 
 _HOST: Final = "cpu"
+_RUNNING: Final = Role.ACTIVATION
 _LITTLE: Final = 0.05
 """Of what is allocated: what a failed expression lets go of beside it is not told."""
 
@@ -257,167 +261,61 @@ def _incident(incident: Incident) -> dict[str, Fact]:
 
 def _code(code: CodeFacts, incident: Incident) -> dict[str, Fact]:
     running = [loop for loop in code.loops if loop.in_failing_run]
+    line = (incident.inner or incident.cell or _NOWHERE).source_line
+    ran = code.local_models or code.models  # those of a function that was running are what it ran
+    steppers = (*code.steppers, *_beside_names(code))
     return {
         **_plain(code, "code"),
         **{name: next((str(one) for one in code.sites.get(fix, ()) if one.holds), None) for name, fix in SITES.items()},
         "training": bool(running) or _trains(incident),
         "differentiated": not code.grad_disabled and (any(one.was_running for one in running) or _trains(incident)),
-        "evaluating": bool(code.models) and not any(model.training for model in code.models),
+        "evaluating": bool(ran) and not any(model.training for model in ran),
         "accumulates": any(loop.accumulates for loop in running),
         "models": len(code.models),
         "parameter_bytes": sum(model.parameter_bytes for model in code.models),
-        "optimizers": len(code.optimizers),
-        "optimizer": code.optimizers[0][1] if code.optimizers else None,
+        **_smaller(code),
+        "optimizers": len(code.optimizers) + len(_beside_names(code)),
+        **_stepping(code, line),
         "history_appends": len(code.sites.get("detach_history", ())),
-        "stepped_bytes": sum(one.parameter_bytes for one in code.steppers) if code.steppers else None,
-        "foreach": any(one.foreach for one in code.steppers) if code.steppers else None,
+        "stepped_bytes": sum(one.parameter_bytes for one in steppers) if steppers else None,
+        "foreach": any(one.foreach for one in steppers) if steppers else None,
         "most_classes": max(code.classes, default=None),
         "stale": ", ".join(one.names[0] for one in code.sites.get("free_stale", ())) or None,
         "batch_norm": any(model.batch_norm for model in code.models),
     }
 
 
-def _trains(incident: Incident) -> bool:
-    lines = [line.source_line for line in (incident.cell, incident.inner) if line is not None]
-    return any(map(_TRAINS.search, lines)) or bool(_STEPS.search(incident.framework_frame or ""))
-
-
-_SQUARE: Final = 256
-"""From this length on, two equal dimensions at the end may be the scores of attention."""
-
-_ITEM_BYTES: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("float64", "complex64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
-}
-_NAMELESS: Final = "(no name leads here)"
-_GRAPH: Final = "→ graph"
-_OF_LAYER: Final = re.compile(r"local `[^`]*` of (forward|backward|_call_impl|_wrapped_call_impl) at ")
-_DATA_SET: Final = re.compile(r"[.](dataset|datasets|tensors)\b")
-"""What torch's ``DataLoader`` and its data sets call what they read."""
-_STEPPED: Final = ".param_groups["
-_DELETED: Final = re.compile(r"(?:^del |; del |, )([A-Za-z_]\w*)\b(?![.\[(])|del_var\(.(\w+).\)")
-
-
-def _census(census: Census, code: CodeFacts) -> dict[str, Fact]:
-    """Return who holds how much, and what the largest holders are like.
-
-    A holding is told by its path: what hangs on a graph was saved for a backward pass, and what no name leads to after
-    a failure waits for the garbage collector or is held by code in C++ alone.
-    """
-    facts: dict[str, Fact] = {
-        "device": census.device,
-        "found": census.found,
-        "allocated": _known(census.allocated),
-        "accounted_ratio": census.accounted_ratio,
-        **{role.value: census.bytes_of(role) for role in Role},
-    }
-    for holding in sorted(census.holdings, key=lambda one: one.bytes):
-        facts[f"{holding.role.value}_path"] = holding.path
-        if holding.role is Role.ACTIVATION:
-            facts["activation_last_dim"] = holding.shape[-1] if holding.shape else None
-        if holding.role is Role.BATCH and holding.shape:
-            facts |= {"batch_ndim": len(holding.shape), "batch_last_dim": holding.shape[-1]}
-        facts |= _largest(holding, code)
-    return facts | _activations(census) | _parameters(census.holdings, code)
-
-
-def _beside(names: Sequence[HostHolding]) -> dict[str, Fact]:
-    """Return what names of the program lead to beside tensors, and which of them leads to most."""
-    facts: dict[str, Fact] = {"beside": sum(one.bytes for one in names)}
-    if names:
-        most = max(names, key=lambda one: one.bytes)
-        facts |= {"beside_path": most.path, "beside_largest": most.bytes, "beside_arrays": most.arrays}
+def _smaller(code: CodeFacts) -> dict[str, Fact]:
+    """Return what lighter architectures of the same shapes would take, for the model that has most of each kind."""
+    facts: dict[str, Fact] = {}
+    wide = max(code.models, key=lambda model: model.convolution_bytes, default=None)
+    deep = max(code.models, key=lambda model: model.repeated_bytes, default=None)
+    if wide is not None and wide.convolution_bytes:
+        facts = {"convolution_bytes": wide.convolution_bytes, "separable_bytes": wide.separable_bytes}
+    if deep is not None and deep.repeats > 1:
+        facts |= {"repeats": deep.repeats, "repeated_bytes": deep.repeated_bytes}
+        facts |= {"halved_bytes": deep.repeated_bytes // 2, "shared_bytes": deep.repeated_bytes // deep.repeats}
+        facts["repeated_path"] = deep.path
     return facts
 
 
-def _largest(holding: Holding, code: CodeFacts) -> dict[str, Fact]:
-    shape = holding.shape
-    return {
-        "largest": holding.bytes,
-        "largest_count": holding.count,
-        "largest_path": holding.path,
-        "largest_role": holding.role.value,
-        "largest_last_dim": shape[-1] if shape else None,
-        "largest_ndim": None if shape is None else len(shape),
-        "largest_is_square": None if shape is None else _is_square(shape),
-        "largest_is_logits": shape[-1] in code.classes if shape and code.classes else None,
-    }
+_NOWHERE: Final = CellLine(number=None, line=None, source_line="")
 
 
-def _is_square(shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 3 and shape[-1] == shape[-2] >= _SQUARE
+def _beside_names(code: CodeFacts) -> tuple[OptimizerFacts, ...]:
+    """Return the optimizers that no name of the namespace leads to: those of functions, and of a library's trainer."""
+    of_trainers = (one.optimizer for one in code.trainers if not one.given_optimizer)
+    return (*code.local_steppers, *(one for one in of_trainers if one is not None))
 
 
-def _activations(census: Census) -> dict[str, Fact]:
-    """Return how much of the activations was saved for a backward pass, and what of all memory has no name.
-
-    Without holdings nothing is known of it.
-    """
-    if not census.holdings:
-        return {}
-    activations = [one for one in census.holdings if one.role is Role.ACTIVATION]
-    graphs = [one for one in activations if one.path.endswith(_GRAPH)]
-    nameless = [one for one in census.holdings if one.path.startswith(_NAMELESS)]
-    square = [_is_square(one.shape) for one in activations if one.shape is not None]
-    return {
-        "saved": sum(one.bytes for one in graphs),
-        "left": sum(one.bytes for one in graphs if not _OF_LAYER.match(one.path)),
-        "data_set": sum(one.bytes for one in census.holdings if _DATA_SET.search(one.path)),
-        "nameless": sum(one.bytes for one in nameless),
-        "nameless_count": sum(one.count for one in nameless),
-        "activation_is_square": any(square) if square else None,
-    }
+def _stepping(code: CodeFacts, line: str) -> dict[str, Fact]:
+    """Return the optimizer that the failing line names, else the first, and the name of its class."""
+    known = (*code.optimizers, *((one.path, one.type_name) for one in _beside_names(code)))
+    named = [one for one in known if re.search(rf"(?<![\w.]){re.escape(one[0])}\b", line)]
+    path, kind = next(iter((*named, *known)), (None, None))
+    return {"optimizer": kind, "optimizer_path": path}
 
 
-def _parameters(holdings: Iterable[Holding], code: CodeFacts) -> dict[str, Fact]:
-    """Return what the parameters show: those that no module with a name holds, in how many modules the others are."""
-    parameters = [one for one in holdings if one.role is Role.PARAMETER]
-    nameless = _of_no_module(parameters)
-    lost = set(map(id, nameless))
-    named = {_root(one, code) for one in parameters if id(one) not in lost and _STEPPED not in one.path}
-    widths: dict[int, int] = {}
-    for one in parameters:
-        each = _ITEM_BYTES.get(one.dtype or "")
-        if each:
-            widths[each] = widths.get(each, 0) + one.bytes // each
-    return {
-        "unnamed_parameter": sum(one.bytes for one in nameless),
-        "models": len(named),
-        "parameter_bytes_each": max(widths, key=lambda each: widths[each]) if widths else None,
-    }
-
-
-def _of_no_module(parameters: Sequence[Holding]) -> list[Holding]:
-    """Return the parameters that only an optimizer, a graph or nothing that has a name holds.
-
-    One that an optimizer steps and that has a name of its own, as a picture or a latent that is optimised has, is no
-    part of a lost model. The names that lead to it stand in the line that would free it; a name that leads to several,
-    such as that of the last loss, is none of its own. Where there is no such line, nothing is known of the names.
-    """
-    stepped = [one for one in parameters if _STEPPED in one.path]
-    leading = Counter(name for one in stepped for name in _names(one))
-    return [
-        one
-        for one in parameters
-        if one.expression is None
-        or _GRAPH in one.path
-        or (_STEPPED in one.path and one.frees is not None and all(leading[name] > 1 for name in _names(one)))
-    ]
-
-
-def _names(stepped: Holding) -> set[str]:
-    """Return the names beside the optimizer's that lead to a parameter."""
-    named = {name for pair in _DELETED.findall(stepped.frees or "") for name in pair if name}
-    return named - {re.split(r"\W", stepped.path, maxsplit=1)[0]}
-
-
-def _root(holding: Holding, code: CodeFacts) -> str:
-    text = holding.expression or ""
-    owners = [
-        model.path
-        for model in code.models
-        if text == model.path or text.startswith((f"{model.path}.", f"{model.path}["))
-    ]
-    return max(owners, key=len) if owners else re.split(r"[.\[]", text, maxsplit=1)[0]
+def _trains(incident: Incident) -> bool:
+    lines = [line.source_line for line in (incident.cell, incident.inner) if line is not None]
+    return any(map(_TRAINS.search, lines)) or bool(_STEPS.search(incident.framework_frame or ""))

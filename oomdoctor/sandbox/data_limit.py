@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 resource: Any
 if sys.platform == "linux":
@@ -43,8 +43,24 @@ room: int | None = None
 """Bytes that ours left when the last cell raised, None where it was not in force."""
 unfilled = 0
 """Bytes that ours took for used when the last cell raised, because they were mapped, though nothing was in them."""
-ceiling: tuple[int, str] | None = None
-"""A limit that the user has asked for above a cell, and its name: it is theirs, though it is not set in the system."""
+
+
+class Ceiling(NamedTuple):
+    """A limit that the user has asked for above a cell: it is theirs, though it is not set in the system.
+
+    Attributes:
+        limit: of what is mapped, in bytes.
+        name: as the user has written it.
+        malloc_free: what the C library held free when the cell began, which is no part of what the cell may take.
+    """
+
+    limit: int
+    name: str
+    malloc_free: int = 0
+
+
+ceiling: Ceiling | None = None
+"""That of the cell which runs, or ran last."""
 
 
 def users() -> tuple[int, int] | None:

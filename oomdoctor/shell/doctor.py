@@ -251,7 +251,7 @@ def plan(extension: Extension, case: Case, **terms: Any) -> Case:
     opened = extension.open
     if opened is None:
         return case
-    return pipeline.record(pipeline.plan(case, opened.session, opened.transaction, **_terms(extension), **terms))
+    return pipeline.record(pipeline.plan(case, opened.session, opened.transaction, **_terms(extension, case), **terms))
 
 
 def _may_fill_in(extension: Extension) -> bool:
@@ -265,7 +265,7 @@ def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
     def begin() -> Filling | None:
         if opened is None:
             return None
-        planning = pipeline.planning(case, opened.session, opened.transaction, **_terms(extension))
+        planning = pipeline.planning(case, opened.session, opened.transaction, **_terms(extension, case))
         return Filling(case, planning, borders, shown)
 
     extension.filling = borders.guarded("forecast", begin)
@@ -273,9 +273,9 @@ def _fill_in(extension: Extension, case: Case, shown: Shown) -> None:
         borders.guarded("display", lambda: shown.update(pipeline.record(case)))
 
 
-def _terms(extension: Extension) -> dict[str, Any]:
-    warming = extension.warming
-    kept = warming.kept + warming.to_load + extension.guard.margin()
+def _terms(extension: Extension, case: Case) -> dict[str, Any]:
+    warming, free = extension.warming, case.evidence.device.free
+    kept = warming.kept + warming.to_load + extension.guard.margin(free if isinstance(free, int) else None)
     return {"time_budget_s": extension.config.forecast_time_s, "set_aside": kept}
 
 
@@ -379,8 +379,11 @@ async def heal(extension: Extension, request: Request, result: Any, cell: CellRu
         else:
             extension.tracebacks.send_held(error)
     extension.borders.guarded("notice", lambda: extension.notice(case))
-    shown = extension.shown
-    if shown is not None and any(one.refuted for one in case.plan.candidates):
+    shown, before = extension.shown, [one.fix for one in request.case.plan.candidates]
+    if shown is not None:
+        extension.borders.guarded("display", lambda: shown.tell_end(case))
+    is_another = before != [one.fix for one in case.plan.candidates] or any(one.refuted for one in case.plan.candidates)
+    if shown is not None and is_another:
         extension.borders.guarded("display", lambda: shown.offer(case))
     return True
 

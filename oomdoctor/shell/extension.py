@@ -53,7 +53,7 @@ from oomdoctor.shell.magics import register, unregister
 from oomdoctor.shell.mempeak import PeakWatch, measured
 from oomdoctor.shell.memreport import MemReport
 from oomdoctor.shell.open_case import OpenCase
-from oomdoctor.shell.showing import Shown
+from oomdoctor.shell.showing import Shown, output_place
 from oomdoctor.shell.warm_up import Warming, is_watched
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Extension:
         self.open: OpenCase | None = None
         self.shown: Shown | None = None
         self._healed: OpenCase | None = None
+        self._notice: Any = None
         self.request: Request | None = None
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
@@ -460,10 +461,16 @@ class Extension:
 
     def notice(self, case: Case) -> None:
         """Show how a case ended."""
-        from IPython.display import display
-
         from oomdoctor.views import notice_bundle
 
         if self.shown is not None and self.shown.tells_end:
             return
-        display(notice_bundle(case, self.names), raw=True)
+        self._notice = output_place(notice_bundle(case, self.names))
+
+    def tell_undone(self, case: Case) -> None:
+        """Say in the place of the last notice that what it tells of was undone."""
+        from oomdoctor.views import notice_bundle
+
+        notice, self._notice = self._notice, None
+        if notice is not None and hasattr(self.shell, "kernel"):  # a terminal cannot take back what it has printed
+            self.borders.guarded("display", lambda: notice.update(notice_bundle(case, self.names), raw=True))

@@ -59,10 +59,25 @@ def status(extension: Extension, _words: list[str]) -> None:
     print(say(f"simulated device: {'off' if not isinstance(total, int) else format_size(total)}"))
     last = ", the last can be retried" if extension.open is not None else ""
     print(say(f"cases: {len(pipeline.cases())}{last}"))
+    print(say(f"changes in place: {_in_place(extension)}"))
     print(say(f"copies of weights kept: {kept}"))
     print(say(host_guard.status(extension.guard)[0]))
     for fault in extension.borders.faults:
         print(say(f"fault: {fault}"))
+
+
+def _in_place(extension: Extension) -> str:
+    """Return the changes that cells of this session were healed with, and whether the last can be taken back."""
+    healed = [one for one in pipeline.cases() if one.outcome.kind is OutcomeKind.HEALED]
+    told = [f"{', '.join(one.outcome.fixes)}{_of_cell(one)}" for one in healed]
+    if not told:
+        return "none"
+    return f"{'; '.join(told)}{'; the last can be undone' if extension.healed is not None else ''}"
+
+
+def _of_cell(case: Case) -> str:
+    cell = case.incident.cell
+    return "" if cell is None or cell.number is None else f" in In[{cell.number}]"
 
 
 def auto(extension: Extension, words: list[str]) -> None:
@@ -175,7 +190,7 @@ def cases(_extension: Extension, _words: list[str]) -> None:
         print(f"{case.number}. {say(where)}: {say(what)}: {say(ended)}{say(with_fix)}")
 
 
-def simulate(_extension: Extension, words: list[str]) -> None:
+def simulate(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor simulate SIZE|off`: behave as a machine with a GPU of that much memory."""
     from oomdoctor.allocator import virtual
 
@@ -185,6 +200,8 @@ def simulate(_extension: Extension, words: list[str]) -> None:
         virtual.switch_off()
     else:
         virtual.switch_on(words[0])
+    if extension.shown is not None:
+        extension.borders.guarded("display", extension.shown.refresh)
 
 
 def guard(extension: Extension, words: list[str]) -> None:
@@ -286,7 +303,7 @@ def _written(extension: Extension, words: list[str]) -> tuple[Case, Candidate, P
     """Return the candidate that is named, the one in place where none is, and its change of the source."""
     case = _case()
     if not words and case.outcome.fixes:
-        words = [next((str(at) for at, c in enumerate(case.plan.candidates, 1) if c.label in case.outcome.fixes), "1")]
+        words = [one.label for one in case.plan.candidates if one.label in case.outcome.fixes][:1]
     _, candidate = _choose(extension, words)
     if isinstance(candidate.patch, Refused):
         raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
@@ -297,14 +314,16 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
     """Return the candidate that a number or an id names, else the first, in the dose that is named."""
     case, asked = _case(), [word for word in words if _DOSE.fullmatch(word)]
     words = [word for word in words if word not in asked]
-    named = " ".join(words) or "1"  # two fixes together have an id of several words
-    candidates = case.plan.candidates
-    accepted = ", ".join(f"{number} ({one.fix})" for number, one in enumerate(candidates, 1)) or "none"
-    for number, candidate in enumerate(candidates, 1):
-        if named in (str(number), candidate.fix, candidate.label):
+    candidates, numbered = case.plan.candidates, case.plan.numbered
+    named = " ".join(words) or (candidates[0].fix if candidates else "1")  # two together have an id of several words
+    accepted = ", ".join(f"{case.plan.number(one)} ({one.fix})" for one in candidates) or "none"
+    for candidate in candidates:
+        if named in (str(case.plan.number(candidate)), candidate.fix, candidate.label):
             if candidate.refuted is not None:
                 raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
             return case, _at_dose(extension, case, candidate, asked) if asked else candidate
+    if (gone := dict(enumerate(numbered, 1)).get(int(named) if named.isdecimal() else 0)) is not None:
+        raise UsageError(f"fix {named} ({gone}) is not in the plan any more. Available: {accepted}")
     if len(words) > 1:
         raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
     raise UsageError(f"unknown fix {shown(named)}. Available: {accepted}")
@@ -343,10 +362,11 @@ def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list
 def _retryable(extension: Extension) -> OpenCase:
     if extension.interrupted:
         raise UsageError(f"{_STOPPED} Nothing was run.")
-    if extension.open is None:
-        why = why_not_retried(extension, _case().outcome)
+    opened = extension.open
+    if opened is None or opened.gone:
+        why = why_not_retried(extension, _case().outcome) if opened is None else opened.gone
         raise UsageError(f"the failed cell can no longer be retried: {why}")
-    return extension.open
+    return opened
 
 
 VERBS: Final[dict[str, Verb]] = {

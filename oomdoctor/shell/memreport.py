@@ -100,13 +100,23 @@ class MemReport:
         if before is None:
             return
         grown, after = {}, self.reading()
+        # What the first run of a cell has left is taken back by the one that follows it.
+        first = self.forget(number) if number != self.number else {}
         for key, used in after.items():
             name, switched_on = key
             if not switched_on or key in before:  # a simulated device begins with the tensors that are alive
-                grown[name] = used - before.get(key, 0) - (copies if name == "host" else 0)
+                own = copies if name == "host" else 0
+                grown[name] = first.get(name, 0) + used - before.get(key, 0) - own
         if self._cells and self._cells[-1][0].number > self.number:  # the history was reset
             self._cells.clear()
         self._cells.append((CellGrowth(number=number, grown=grown), after))
+
+    def forget(self, number: int) -> Mapping[str, int]:
+        """Forget the runs of a cell that were taken back; return what the last of them had left."""
+        runs = [one for one in self._cells if one[0].number == number]
+        for one in runs:
+            self._cells.remove(one)
+        return runs[-1][0].grown if runs else {}
 
     def end_live(self) -> None:
         """End the output that is refreshed, where there is one."""

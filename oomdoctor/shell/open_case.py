@@ -15,7 +15,7 @@ from oomdoctor.language import say
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Patch
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Session
+from oomdoctor.model.session import Session, Simulated
 from oomdoctor.shell.background_work import Beside
 from oomdoctor.shell.cells import forget_results
 
@@ -40,6 +40,13 @@ class OpenCase:
     failed: set[str] = field(default_factory=set)
     failure: BaseException | None = None
     changed: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def gone(self) -> str:
+        """Why its cell cannot be run again though its state is kept; nothing while it can."""
+        device = self.session.accelerator
+        is_off = isinstance(device, Simulated) and device is not pipeline.simulated()
+        return "the simulated device that it ran on is off or another one: run the cell again" if is_off else ""
 
 
 def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:
@@ -77,7 +84,9 @@ def undo(extension: Extension) -> str:
     calls = (f"{call} cannot be undone" for call in (*code.not_repeatable, *code.not_reached, *code.written_anew))
     transaction = opened.transaction
     lost = tuple(dict.fromkeys((*transaction.losses(), *transaction.settle(), *transaction.doubts(), *calls)))
-    forget_results(extension.shell, opened.session.cells.failing.number)
+    number = opened.session.cells.failing.number
+    forget_results(extension.shell, number)
+    extension.memreport.forget(number)
     fixes = ", ".join(case.outcome.fixes)
     why = "; ".join([f"{fixes} healed it, and was taken back by `%oomdoctor undo`", *lost])
     state = State.UNVERIFIED if lost else State.RESTORED
@@ -87,6 +96,7 @@ def undo(extension: Extension) -> str:
     extension.changed = dict(opened.changed)
     if extension.shown is not None:
         extension.shown.tell_end(taken_back)
+    extension.tell_undone(taken_back)
     return f"Undone: {fixes}. Everything is as before the cell ran{_except(lost)}"
 
 

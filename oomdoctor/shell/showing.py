@@ -39,13 +39,13 @@ _LOOKING: Final = {
 }
 
 
-def _place(told: dict[str, str]) -> Any:
+def output_place(told: dict[str, str]) -> Any:
     """Return a place in the output of the cell that runs, with what stands there until more is known."""
     from IPython.display import DisplayHandle
 
-    place = DisplayHandle()
-    place.display(told, raw=True)
-    return place
+    handle = DisplayHandle()
+    handle.display(told, raw=True)
+    return handle
 
 
 class Shown:
@@ -73,7 +73,7 @@ class Shown:
         try:
             looking = {kind: say(text) for kind, text in _LOOKING.items()}
             for told in (looking, _EMPTY, _EMPTY, _EMPTY):
-                shown._places = (*shown._places, _place(told))
+                shown._places = (*shown._places, output_place(told))
         except BaseException:
             shown.withdraw()
             raise
@@ -89,7 +89,7 @@ class Shown:
         is_healed = case.outcome.kind is OutcomeKind.HEALED
         told = _EMPTY if is_healed else {"text/plain": in_brief(case, retry_of(case)), "text/html": say(_ABOVE)}
         if not self._below:
-            self._below = _place(told), _place(_EMPTY)
+            self._below = output_place(told), output_place(_EMPTY)
         else:
             self._below[0].update(told, raw=True)
         if is_healed == self._offers_below and self._panel is not None:
@@ -152,11 +152,13 @@ class Shown:
         is_page = bool(self._places) or is_watched(self._extension.shell)
         told: list[dict[str, str]] = []
         try:
-            told += answer_bundles(case, retry) if is_page else [bundle(case, self._extension.names, retry)]
+            is_brief = not hasattr(self._extension.shell, "kernel") and self._extension.names is None
+            shown = partial(bundle, case, self._extension.names, retry, is_brief=is_brief)
+            told += answer_bundles(case, retry) if is_page else [shown()]
         except (MemoryError, SystemError):  # there is none for a page
             told = [{"text/plain": _brief(case)}]
         if not self._places:
-            self._places = tuple(map(_place, [told[0], _EMPTY, *told[1:], _EMPTY] if is_page else told))
+            self._places = tuple(map(output_place, [told[0], _EMPTY, *told[1:], _EMPTY] if is_page else told))
         else:
             for place, new, before in zip(self._places[::2], told, self._told, strict=False):
                 if new != before:
@@ -247,7 +249,7 @@ class _Doctor:
 
     @property
     def ended(self) -> str:
-        from oomdoctor.views.prices import aftermath
+        from oomdoctor.views.outcome import aftermath
 
         case = self._case()
         return "" if case is None or case.outcome.kind is OutcomeKind.OFFERED else aftermath(case).title
@@ -257,7 +259,9 @@ class _Doctor:
         case = self._case()
         if case is None:
             return "another cell has failed since: run this one again"
-        if self._extension.open is not None or self._extension.healed is not None:
+        if self._extension.open is not None:
+            return self._extension.open.gone
+        if self._extension.healed is not None:
             return ""
         return why_not_retried(self._extension, case.outcome)
 

@@ -75,13 +75,8 @@ def compare(
 
     def tried() -> str:
         """Runs in the copy."""
-        orphan_workers()
-        torch.autograd.set_multithreading_enabled(False)
         if why := _unprepared(prepare, copies):
             return json.dumps(asdict(Trial(same=None, why=why)))
-        bound_memory()
-        keep_one_thread()
-        warm_up()
         stage = Stage.set_up(session, copies, in_loop=in_loop, drops=drops)
         deadline = time.monotonic() + aim_s
 
@@ -106,13 +101,18 @@ def compare(
 
 
 def _unprepared(prepare: Callable[[], None], copies: HostCopies | None) -> str:
-    """Bring back the start of the cell in this copy; return why that cannot be, nothing where it could."""
+    """Bring back the start of the cell in this copy, bounded; return why that cannot be, nothing where it could."""
+    orphan_workers()
+    torch.autograd.set_multithreading_enabled(False)
     try:
         if copies is not None:
             copies.put_in_place()
         prepare()
     except Exception as error:  # noqa: BLE001  border to what restores the user's objects
         return f"the start of the cell could not be restored: {one_sentence(error)}"
+    bound_memory()
+    keep_one_thread()
+    warm_up()
     return ""
 
 

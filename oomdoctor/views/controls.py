@@ -77,6 +77,7 @@ class Row:
     Args:
         retry: runs the cell again with the fix of a number; None where buttons cannot run it.
         is_best: whether a retry tries it first, which a button of its own does.
+        before: what is said before it, where it stands in the place of the best and changes results.
     """
 
     def __init__(
@@ -88,23 +89,27 @@ class Row:
         buttons: Buttons,
         retry: Callable[[int], None] | None,
         *,
-        is_best: bool,
+        is_best: bool = False,
+        before: str = "",
     ) -> None:
         self._widgets, self._number, self._plan, self._buttons = widgets, number, plan, buttons
         self._candidate, self._in_place, self.is_best = candidate, False, is_best
-        self.text = widgets.HTML(self._label(), layout=REST if is_best else {"width": "auto"})
+        self._before = before
+        self.text = widgets.HTML(self._label(), layout=REST if self.leads else {"width": "auto"})
         self._run: Any = None
         row, controls = self._row(), []
         if row.apply and retry is None:
             controls.append(widgets.HTML(code(row.apply)))
         elif row.apply and retry is not None:
-            name, does = f"Retry with {number}", f"Run the cell again: {row.title}"
+            name = f"Retry with {number}: changes results" if before else f"Retry with {number}"
+            does = f"Run the cell again: {row.title}"
             self._run = buttons.add(name, does, lambda: retry(number), working(f"fix {number}"))
             controls.append(self._run)
-        name = "Show change" if is_best else f"Show change {number}"
+        name = "Show change" if self.leads else f"Show change {number}"
         self.change = Part(widgets, name, f"Diff: {row.title}", self._change())
         if row.diff:  # to open it runs nothing, so the other buttons stay as they are
             controls.append(self.change.button)
+        self.pressed = controls[0] if row.apply else self.change.button
         self.box = widgets.VBox([self.text, widgets.HBox(controls, layout=WRAPPING), self.change.box])
 
     def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
@@ -115,20 +120,32 @@ class Row:
         """
         own = next((one for one in in_place if one.fix == self._candidate.fix), None)
         self._in_place = own is not None
-        if own is not None and own.dose != self._candidate.dose:
-            self._candidate = own
-            self.change.box.children = tuple(self._change())
+        if own is not None and own != self._candidate:
+            self._candidate, before = own, self._candidate
+            if own.patch != before.patch:
+                self.change.box.children = tuple(self._change())
         self.text.value = self._label()
         self.change.button.button_style = "primary" if self._in_place else ""
         if self._run is not None:
             self._buttons.enable(self._run, enabled=can_retry)
 
+    @property
+    def fix(self) -> str:
+        """The id of its fix."""
+        return self._candidate.fix
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands first, apart from the others."""
+        return self.is_best or bool(self._before)
+
     def _label(self) -> str:
         """Return the fix as HTML: what it is called, whether it fits, what it keeps and what it costs."""
         row, told = self._row(), part("inline", offered(self._candidate))
         gauge = "" if row.gauge is None else f'<div style="max-width:24em">{part("gauge", row)}</div>'
-        if self.is_best:
-            return paragraph(f"{say('✓ in place: ') if self._in_place else ''}{told}")
+        if self.leads:
+            before = f"{part('inline', self._before)}<br>" if self._before and not self._in_place else ""
+            return paragraph(f"{say('✓ in place: ') if self._in_place else before}{told}")
         mark = say("✓ in place" if self._in_place else row.verdict_text)
         notes = "".join(f"<br><small>{part('inline', note)}</small>" for note in row.notes)
         return paragraph(f"<b>{row.number}</b> {told} <small>{escape(mark)}</small>{gauge}{notes}")

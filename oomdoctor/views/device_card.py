@@ -230,7 +230,9 @@ def _rest(device: DeviceMemory, rest: int) -> Iterator[tuple[str, str, int]]:
     for kind, label, size in known:
         yield kind, label, max(min(size or 0, rest), 0)
         rest -= size or 0
-    if device.name == "cpu" and device.basis.startswith("RLIMIT_"):  # which counts nothing of other processes
+    if device.name == "cpu" and device.basis.startswith(
+        ("RLIMIT_", labels.OF_CELL)
+    ):  # which counts nothing of other processes
         yield "process", "this process", rest
     else:
         yield "outside", "in use otherwise" if device.name == "cpu" else "other use of the device", rest

@@ -37,7 +37,8 @@ from oomdoctor.views.document import (
 )
 from oomdoctor.views.holder_groups import within
 from oomdoctor.views.holders import holders, worth_telling
-from oomdoctor.views.prices import CHANGED, WHY, aftermath, offered, prices
+from oomdoctor.views.outcome import CHANGED, FOLLOWED, WHY, aftermath
+from oomdoctor.views.prices import fix_rows, offered, prices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -117,11 +118,14 @@ def _in_short(case: Case) -> str:
         return f"{where}: {labels.clean(incident.exc_type or 'an error')}."
     total = labels.known(incident.total, device.total)
     free = labels.known(incident.free, device.free)
-    fate = _fate(incident)
+    fate, kept = _fate(incident), evidence.host.kept_back if device.name == "cpu" else 0
     if fate is None and incident.requested is not None and total is not None and free is not None:
+        free = max(free - (kept if isinstance(kept, int) else 0), 0)
+        limit = labels.limit_of_cell(device)
         whole = f"{format_size(free)} of {format_size(total)} free on {labels.limited_name(device)}"
+        whole = f"{format_size(free)} free under {limit}" if limit else whole
         fate = f"asked for {format_size(incident.requested)} with {whole}"
-    fate = fate or _request(incident, device, evidence.host.kept_back if device.name == "cpu" else None)
+    fate = fate or _request(incident, device, kept)
     most = _largest(evidence.census, device)
     part = "" if most is None else f" Largest part: {labels.ROLES[most[0]]} ({labels.percent(most[1])})."
     return f"{where}: {fate}.{_likeliest(case.findings) or part}"
@@ -149,7 +153,7 @@ def _offer(case: Case, retry: Retry) -> Document:
     """Return how it ended, or what a retry would do; the latter only where no button says so."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)
-        return (Notice(end.mark, end.title, tuple(fact for fact in end.facts if fact[0] in (WHY, CHANGED))),)
+        return (Notice(end.mark, end.title, tuple(fact for fact in end.facts if fact[0] in (WHY, CHANGED, FOLLOWED))),)
     if not retry.chosen:
         return (Static(tuple(Line(step, "offer") for step in next_steps(case, retry))),)
     return (Static((Line(f"`%oomdoctor retry`: {offered(retry.chosen[0])}", "offer"),)),)
@@ -177,7 +181,7 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
     incident, evidence = case.incident, case.evidence
     frame = incident.framework_frame if incident.cell is None else None
     return (
-        Line(f"{'Out of memory' if incident.is_oom else 'Not a memory failure'}, case {case.number}", "title"),
+        Line(f"{_heading(case)}, case {case.number}", "title"),
         Line(headline(incident, evidence, cause=_likeliest(case.findings)), "lead"),
         *apart(*_lines(incident)),
         *apart(Line(f"raised in {labels.clean(frame)}", "inner") if frame else None),
@@ -186,6 +190,12 @@ def tell(case: Case, retry: Retry | None = None, names: Mapping[int, str] | None
         *(Head("Why"), causes(case.findings)),
         *(Head("What to change"), *_changes(case, retry, names)),
     )
+
+
+def _heading(case: Case) -> str:
+    if case.outcome.kind is OutcomeKind.HEALED:
+        return "Healed, after it ran out of memory"
+    return "Out of memory" if case.incident.is_oom else "Not a memory failure"
 
 
 def _lines(incident: Incident) -> Document:
@@ -211,7 +221,9 @@ def _held(case: Case) -> Document:
     device = _device(case.incident, evidence)
     beside = worth_telling(evidence.host, evidence.beside_tensors) if device.name == "cpu" else []
     held = holders(_census(case), evidence.code.models, top=_TOP, beside=beside)
-    course = Timeline.of(unchanged.course, unchanged.budget, forecast_bytes=unchanged.peak)
+    cell = case.incident.cell
+    failed_at = cell.line if cell is not None and cell.file is None else None
+    course = Timeline.of(unchanged.course, unchanged.budget, forecast_bytes=unchanged.peak, failed_at=failed_at)
     blocks = held.blocks("What holds it", folded=True)
     return (*blocks, *given(Fold("Memory over time", (course,)) if course else None))
 
@@ -297,12 +309,15 @@ def _request(incident: Incident, device: DeviceMemory | None, kept: Measured | N
     where = labels.limited_name(device) if device else bare
     total = labels.known(incident.total, device.total if device else None)
     free = labels.known(incident.free, device.free if device else None)
+    limit = labels.limit_of_cell(device) if device else ""
     if incident.requested is None:
+        if limit:
+            return f"ran out of host memory under {limit}"
         return f"ran out of memory on {where}" if total is None else f"ran out of the {format_size(total)} of {where}"
     asked = f"asked for {format_size(incident.requested)}"
     if total is None:
         return f"{asked} of {where} and was refused"
-    whole = f"the {format_size(total)} of {where}"
+    whole = f"host memory under {limit}" if limit else f"the {format_size(total)} of {where}"
     if free is None:
         return f"{asked} of {whole} and was refused"
     if incident.requested > free:
@@ -353,7 +368,10 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
     """Return what happened, or what to type next: what is said to be run is what would be."""
     if case.outcome.kind is not OutcomeKind.OFFERED:
         end = aftermath(case)
-        return (f"{end.mark} {end.title}", *(f"{name}: {text}." for name, text in end.facts if name in (WHY, CHANGED)))
+        return (
+            f"{end.mark} {end.title}",
+            *(f"{name}: {text}." for name, text in end.facts if name in (WHY, CHANGED, FOLLOWED)),
+        )
     if case.plan.pending:
         return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
     rows = [row for row in prices(case.plan).fixes if row.apply]
@@ -365,15 +383,30 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
     if verdict is Verdict.FITS:
         return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)
     if verdict is not None:
-        number = case.plan.candidates.index(retry.chosen[0]) + 1
+        number = case.plan.number(retry.chosen[0])
         least = "no change that keeps the result is certain to fit"
         return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
-    fitting = next((row for row in rows if row.verdict is Verdict.FITS), None)
+    fitting = next((row for row in rows if row.verdict is Verdict.FITS and row.effect in _KEEPING), None)
     if fitting is not None:
         nothing = "`%oomdoctor retry` runs nothing unasked"
         return (f"{nothing}: `{fitting.apply}` applies the fix that fits; state is restored first.",)
+    other = changing(case.plan)
+    if other is not None:
+        return (why_nothing(case.plan), f"`%oomdoctor fix {case.plan.number(other)}` {CHANGES}: {offered(other)}")
     nothing = f"`%oomdoctor retry` runs nothing. {why_nothing(case.plan)}"
     return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
+
+
+_KEEPING: Final = [labels.EFFECTS[effect][0] for effect in (Effect.EXACT, Effect.EQUIVALENT)]
+CHANGES: Final = "changes results and runs only when you ask for it"
+
+
+def changing(plan: Plan) -> Candidate | None:
+    """Return the best change of a plan that changes results and may fit; it is never made unasked."""
+    applied = {row.number for row in fix_rows(plan) if row.apply}
+    found = [one for one in plan.candidates if one.effect is Effect.CHANGES_RESULT and plan.number(one) in applied]
+    may_fit = [one for one in found if one.forecast.fits is not False and not one.breaks]
+    return next((one for one in may_fit if not one.forecast.is_hopeless), None)
 
 
 def why_nothing(plan: Plan) -> str:

@@ -357,7 +357,8 @@ def _prices(plan: Plan) -> Prices:
 
 def _change(plan: MemPlan) -> tuple[str, str]:
     """Return the name and the diff of the first fix that fits and that can be written into the cells."""
-    for number, candidate in enumerate(plan.plan.candidates if plan.plan is not None else (), 1):
+    priced = plan.plan or Plan(unchanged=plan.forecast)
+    for candidate in priced.candidates:
         if candidate.forecast.verdict is Verdict.FITS and isinstance(candidate.patch, Patch):
-            return f"{number}. {candidate.title}", candidate.patch.diff()
+            return f"{priced.number(candidate)}. {candidate.title}", candidate.patch.diff()
     return "", ""

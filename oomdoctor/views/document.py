@@ -233,6 +233,7 @@ class Timeline:
         *,
         limit: int | None = None,
         forecast_bytes: int | None = None,
+        failed_at: int | None = None,
     ) -> Timeline | None:
         """Return the timeline of ``course``, None where no dry run saw one.
 
@@ -240,6 +241,7 @@ class Timeline:
             budget: bytes that there are, where the timeline is to be held against them in words.
             limit: bytes that there are, where it is not.
             forecast_bytes: the peak as the forecast tells it, which has what the allocator rounds up.
+            failed_at: line of the cell at which memory ran out: what is told goes past it.
         """
         if course is None or not course.points:
             return None
@@ -249,7 +251,10 @@ class Timeline:
         points = (*course.points[:highest], peak, *course.points[highest + 1 :])
         first, last = points[0], points[-1]
         sentence = f"From {point(*first)} to the peak of {point(*peak)}; {point(*last)} where it was last seen."
-        if budget is not None:
+        if failed_at is not None:
+            goes = f"the cell goes from {point(*first)} to the peak of {point(*peak)}"
+            sentence = f"Memory ran out at line {failed_at}. With enough of it, {goes}; last seen: {point(*last)}."
+        elif budget is not None:
             passed = next((line for size, line in course.points if size > budget), 0)
             within = f"Its tensors stay within the limit of {format_size(budget)}."
             sentence += f" {within if passed == 0 else f'It first passes the limit of {point(budget, passed)}.'}"

@@ -38,7 +38,8 @@ _CONTROLLED: Final = (
     ".jp-OutputArea-child:has(.oomdoctor-answer)+.jp-OutputArea-child>.jp-OutputArea-output:not(:has(*)),"
     # What a failed attempt has put out and its traceback, where a button has healed the cell.
     ".jp-OutputArea-child:has(~.jp-OutputArea-child .oomdoctor-healed),"
-    f".jp-OutputArea-child:has(.oomdoctor-healed){_BELOW}"
+    f".jp-OutputArea-child:has(.oomdoctor-healed){_BELOW},"
+    ".oomdoctor-healed .oomdoctor-first-run"
     "{display:none}"
     # A long output is put into a box with a bar to scroll by. The answer stands out of it; the traceback has its own.
     ".jp-mod-outputsScrolled .jp-OutputArea:has(.oomdoctor-answer){max-height:none}"
@@ -53,11 +54,15 @@ Source: ``_comm_live_update`` of @jupyter-widgets/base; ``scroll-output`` of @ju
 does so from 1,820 pixels on.
 """
 
+_FIRST_RUN: Final = "A traceback below is of the first run, which failed."
+
 
 def controlled(document: Document, *, is_healed: bool = False) -> str:
     """Return what stands above controls that may be live."""
     kind = f"oomdoctor-answer{' oomdoctor-healed' if is_healed else ''}"
-    return f'<style>{_CONTROLLED}</style><div class="{kind}">{render(document)}</div>'
+    # Where the rules are not obeyed, the traceback is there to see.
+    below = f'<small class="oomdoctor-first-run">{part("inline", _FIRST_RUN)}</small>' if is_healed else ""
+    return f'<style>{_CONTROLLED}</style><div class="{kind}">{render(document)}{below}</div>'
 
 
 def static(content: str) -> str:

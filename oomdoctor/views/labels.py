@@ -66,7 +66,10 @@ EFFECTS: Final = {
 
 TONES: Final = {Verdict.FITS: "good", Verdict.BORDERLINE: "warn", Verdict.TOO_LARGE: "bad", Verdict.UNKNOWN: ""}
 """Names of styles."""
-_MARKS: Final = {Verdict.FITS: "✓", Verdict.BORDERLINE: "~", Verdict.TOO_LARGE: "✗", Verdict.UNKNOWN: "?"}
+MARKS: Final = {Verdict.FITS: "✓", Verdict.BORDERLINE: "~", Verdict.TOO_LARGE: "✗", Verdict.UNKNOWN: "?"}
+
+OF_CELL: Final = "%%"
+"""How the name of a limit begins that a magic above a cell sets."""
 
 STATES: Final = {
     State.CLEAN: "clean, as if the changed cell had run first",
@@ -92,7 +95,7 @@ def code(text: str, limit: int = 60) -> str:
 
 def verdict(verdict: Verdict) -> str:
     """Return ``✓ fits``: a sign says it without colour."""
-    return f"{_MARKS[verdict]} {verdict.value}"
+    return f"{MARKS[verdict]} {verdict.value}"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -135,6 +138,11 @@ def limited_name(device: DeviceMemory) -> str:
     """Return the device as it is called beside its capacity: of the host's memory, which limit that is."""
     is_limit = device.name == "cpu" and device.basis not in ("", "the machine's memory")
     return f"{device_name(device)} ({clean(device.basis)})" if is_limit else device_name(device)
+
+
+def limit_of_cell(device: DeviceMemory) -> str:
+    """Return the limit above the cell that binds, as code; nothing where none does. It counts from the cell on."""
+    return code(device.basis) if device.name == "cpu" and device.basis.startswith(OF_CELL) else ""
 
 
 def known(*values: Measured | None) -> int | None:

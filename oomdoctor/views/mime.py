@@ -19,7 +19,7 @@ from oomdoctor.model.case import OutcomeKind
 from oomdoctor.views import html, text
 from oomdoctor.views.diagnosis import answer, details, more, tell
 from oomdoctor.views.document import Bar, Line, prose
-from oomdoctor.views.prices import aftermath
+from oomdoctor.views.outcome import aftermath
 from oomdoctor.views.translated import translated
 
 if TYPE_CHECKING:
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from oomdoctor.views.document import Document
 
 
-def bundle(case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None) -> dict[str, str]:
-    """Return the diagnosis of ``case`` by MIME type; what a terminal shows of it is its answer alone.
+def bundle(
+    case: Case, names: Mapping[int, str] | None = None, retry: Retry | None = None, *, is_brief: bool = False
+) -> dict[str, str]:
+    """Return the diagnosis of ``case`` by MIME type.
 
     Args:
         names: what the cells are called in a program that is no notebook, which has text alone, on its standard error.
         retry: what a retry would do; by the plan alone where nothing else is known.
+        is_brief: whether its answer alone is shown, as where a command prints the rest.
     """
-    is_brief = names is None and _is_terminal(sys.stdout)
     return _bundle((*answer(case, retry), *more(case)) if is_brief else tell(case, retry, names), names)
 
 

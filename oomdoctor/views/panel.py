@@ -25,7 +25,8 @@ from oomdoctor.views.controls import (
     to_copy,
     working,
 )
-from oomdoctor.views.diagnosis import Retry, why_nothing
+from oomdoctor.views.diagnosis import Retry, changing, why_nothing
+from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
 from oomdoctor.views.prices import fix_rows, offered
 
@@ -38,6 +39,7 @@ _AUTO: Final = (
     ("retry by itself, results kept", "exact"),
     ("retry by itself, any change", "any"),
 )
+_CHANGES: Final = "The best that changes them, never applied by itself:"
 _UNDO: Final = "Undo what the last retry changed"
 _SKIP: Final = "Stop the forecasts: fixes without one keep their estimates"
 _NARROW: Final = {"width": "auto", "max_width": "14em"}
@@ -103,7 +105,7 @@ class Panel:
         self._widgets, self._doctor, self._typed = widgets, doctor, typed
         self._buttons = Buttons(widgets)
         self._rows: list[Row] = []
-        self._has_best, self._waits, self._fits, self._said = False, "", "", ""
+        self._has_best, self._waits, self._fits, self._said, self._was_in_place = False, "", "", "", False
         again = working("the best fix")
         self._best = self._buttons.add("Fix it", "", lambda: self._press("retry"), again)
         self._undo = self._buttons.add("Undo", "", lambda: self._press("undo"), "⏳ The change is being undone.")
@@ -117,7 +119,8 @@ class Panel:
         self._buttons.output.observe(lambda change: doctor.keep(change["new"]), "outputs")
         self._skip = widgets.Button(description=say("Skip forecasts"), tooltip=say(_SKIP), layout=FITTING)
         self._skip.on_click(lambda _: doctor.skip())
-        self._why, self._note = widgets.HTML(layout=REST), self._buttons.status
+        self._why, self._now, self._note = widgets.HTML(layout=REST), widgets.HTML(layout=REST), self._buttons.status
+        self._leading: tuple[Any, ...] = ()
         self._others = Part(widgets, "Other fixes", "What else may help, and settings")
         first = widgets.HTML(part("inline", "This cell awaits: type `%oomdoctor retry` in a cell of its own."))
         self._first = first if typed else self._best
@@ -155,7 +158,8 @@ class Panel:
         self._why.value = "" if pending else paragraph(part("inline", self._best.tooltip))
         budget = case.plan.unchanged.budget
         self._fits = self._fit.value = "" if budget is None else format_size(budget)
-        self._fill(case.plan, retry.chosen[0] if retry.chosen else None)
+        other = changing(case.plan) if not (pending or retry.chosen or retry.why) else None
+        self._fill(case.plan, retry.chosen[0] if retry.chosen else None, other)
         self.refresh()
 
     def show_progress(self, plan: Plan, elapsed_s: float) -> None:
@@ -170,6 +174,9 @@ class Panel:
         """Turn on what can be done now: a healed cell is run again only after its change was taken back."""
         in_place, gone = self._doctor.in_place, self._doctor.gone
         can_retry = not in_place and not gone
+        if in_place or self._was_in_place:
+            self._said = self._doctor.ended if in_place else ""
+        self._was_in_place = bool(in_place)
         told = f"Retries are off: {gone}." if gone else self._waits or self._said
         self._note.value = live(part("inline", told)) if told else ""
         self._undo.tooltip = say(_UNDO if in_place else "There is nothing to undo")
@@ -181,16 +188,27 @@ class Panel:
         self._buttons.enable(self._fit, enabled=bool(self._fits) and not self._waits and can_retry)
         for row in self._rows:
             row.refresh(in_place, can_retry=can_retry)
+        leading = [row.fix for row in self._rows if row.leads]
+        others = [offered(one) for one in in_place if one.fix not in leading]
+        self._now.value = paragraph(f"{say('✓ in place: ')}{part('inline', others[0])}") if others else ""
+        self._lead.children = (self._now,) if others else self._leading
 
-    def _fill(self, plan: Plan, best: Candidate | None) -> None:
-        """Show what concerns the best fix at once, and a row for each other one where it is asked for."""
+    def _fill(self, plan: Plan, best: Candidate | None, other: Candidate | None) -> None:
+        """Show what concerns the best fix at once, and a row for each other one where it is asked for.
+
+        Args:
+            other: the best of those that change results, where none that keeps them is to be tried.
+        """
         press = None if self._typed else partial(self._press, "fix")
-        self._rows = [
-            Row(self._widgets, row.number, candidate, plan, self._buttons, press, is_best=candidate is best)
-            for row, candidate in zip(fix_rows(plan), plan.candidates, strict=True)
-            if row.apply or row.diff
-        ]
-        first = next((row for row in self._rows if row.is_best), None)
+        before = f"{why_nothing(plan)} {_CHANGES}"
+
+        def made(row: FixRow, one: Candidate) -> Row:
+            place: dict[str, Any] = {"is_best": one is best, "before": before if one is other else ""}
+            return Row(self._widgets, row.number, one, plan, self._buttons, press, **place)
+
+        rows = zip(fix_rows(plan), plan.candidates, strict=True)
+        self._rows = [made(row, one) for row, one in rows if row.apply or row.diff]
+        first = next((row for row in self._rows if row.leads), None)
         others = [row.box for row in self._rows if row is not first]
         name = f"Other fixes ({len(others)})" if others else "Settings"
         self._others.show(name, [*others, self._settings])
@@ -198,7 +216,9 @@ class Panel:
         skip = [self._skip] if plan.pending else []
         controls = [*change, *skip, self._others.button, self._undo, self._note]
         parts = [] if first is None else [first.change.box]
-        self._lead.children = (self._first, self._why if first is None else first.text)
+        pressed = self._first if first is None or first.is_best else first.pressed
+        self._leading = (pressed, self._why if first is None else first.text)
+        self._lead.children = self._leading
         self.box.children = (
             self._lead,
             self._widgets.HBox(controls, layout=WRAPPING),
@@ -244,6 +264,7 @@ class Panel:
     def _press(self, verb: str, what: int | str | None = None) -> None:
         fits, was_healed, self._said = self._fits, bool(self._doctor.in_place), ""
         self._doctor.press(verb, what)
+        self._was_in_place = bool(self._doctor.in_place)
         if verb == "fit" and self._fits != fits:
             self._said = f"The fixes are for {self._fits} now."
         elif was_healed and not self._doctor.in_place:
@@ -258,5 +279,5 @@ def _best(case: Case, retry: Retry) -> str:
     if retry.chosen:
         first = retry.chosen[0]
         certain = "" if first.forecast.fits else ", which is not certain to fit"
-        return f"Run the cell again with fix {case.plan.candidates.index(first) + 1}{certain}"
+        return f"Run the cell again with fix {case.plan.number(first)}{certain}"
     return retry.why or why_nothing(case.plan)

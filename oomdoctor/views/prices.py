@@ -1,7 +1,7 @@
-"""What changes cost: the fixes of a plan as rows, and after a retry, or after one was refused, the visible notice.
+"""What changes cost: the fixes of a plan as rows.
 
-A figure from a forecast carries ``≈`` and the name of what it was found by. A healed cell answers ``ok``, so the notice
-is the only sign that something else ran than what stands in the cell.
+A figure from a forecast carries ``≈`` and the name of what it was found by. What healed a cell has what was measured in
+the place of its forecast.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from oomdoctor.model.case import Outcome, OutcomeKind, State
 from oomdoctor.model.fix import Effect
-from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
+from oomdoctor.model.plan import Candidate, Forecast, MeasuredPeak, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.views import labels
-from oomdoctor.views.document import Block, Fixes, FixRow, Fold, Gauge, Items, Line, Notice, prose
+from oomdoctor.views.document import Block, Fixes, FixRow, Fold, Gauge, Items, Line, prose
 
 if TYPE_CHECKING:
-    from oomdoctor.model.case import Case, RanksTogether
     from oomdoctor.model.incident import Incident
 
 _BASIS: Final = 600
@@ -31,8 +29,15 @@ _MOST_REFUSALS: Final = 6
 _SAME_PACE: Final = 0.05
 """Within this, one way to write the same work takes as long as another for all that counted operations tell."""
 _TWICE: Final = 2.0
+_FAR: Final = 2.0
+"""From this many times the limit on, a need is far over it."""
+_VAGUE: Final = 10.0
+"""An estimate whose ends are as many times apart tells no more than the lower one."""
 _ALIKE: Final = 1.05
 """Up to this much less than what the allocator holds, what tensors take of it tells a reader nothing new."""
+
+
+_IN_VAIN: Final = "It does not lower the peak here, so it is not offered."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +123,14 @@ def _need(unchanged: Forecast, *, is_failed: bool = False) -> str:
         reason = labels.clean(unchanged.refused or unchanged.basis).removesuffix(".")
         return f"As written, this cell has no forecast: {reason}."
     line = "" if unchanged.peak_line is None or is_failed else f", at line {unchanged.peak_line}"
-    budget = f" of {format_size(unchanged.budget)}" if unchanged.budget is not None else ""
-    verdict = f"{labels.verdict(unchanged.verdict)} ({basis(unchanged)}{_tensors(unchanged)})"
-    need = f"{labels.about(needed(unchanged))}{budget}{line}"
+    verdict = f"{labels.verdict(unchanged.verdict)} ({basis(unchanged)}{tensors(unchanged)})"
+    need = f"{_peak(unchanged)}{line}"
     return _with_reason(f"As written, this cell needs {need}: {verdict}.", unchanged)
 
 
 def fix_rows(plan: Plan) -> tuple[FixRow, ...]:
     """Return the candidates in their order, numbered as ``%oomdoctor fix N`` counts them."""
-    return tuple(fix_row(number, one, plan) for number, one in enumerate(plan.candidates, 1))
+    return tuple(fix_row(plan.number(one), one, plan) for one in plan.candidates)
 
 
 def fix_row(number: int, candidate: Candidate, plan: Plan) -> FixRow:
@@ -134,8 +138,9 @@ def fix_row(number: int, candidate: Candidate, plan: Plan) -> FixRow:
 
     All rows of a plan tell one quantity: what the allocator would hold, where one stands between.
     """
-    unchanged = plan.unchanged
+    unchanged, took = plan.unchanged, candidate.measured
     forecast, is_offered = candidate.forecast, candidate.refuted is None
+    verdict = forecast.verdict if took is None else Verdict.FITS
     effect, promise = labels.EFFECTS[candidate.effect]
     if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and is_offered:
         promise = f"{promise}, to be checked"
@@ -148,12 +153,12 @@ def fix_row(number: int, candidate: Candidate, plan: Plan) -> FixRow:
         dose=labels.clean(candidate.dose.short, 120),
         effect=effect,
         promise=promise,
-        peak=_peak(forecast),
-        basis=f"{basis(forecast)}{_tensors(forecast, unchanged)}" if forecast.peak is not None else "",
-        verdict=forecast.verdict,
-        verdict_text=labels.verdict(forecast.verdict),
+        peak=_peak(forecast) if took is None else took_of(took, forecast.budget),
+        basis=_found_by(forecast, unchanged) if took is None else measured_by(took),
+        verdict=verdict,
+        verdict_text=labels.verdict(verdict) if took is None else f"{labels.MARKS[verdict]} measured",
         slowdown=pace(candidate),
-        gauge=_gauge(forecast, plan),
+        gauge=_gauge(candidate, plan),
         apply=f"%oomdoctor fix {number}" if is_offered and is_applied else None,
         diff=f"%oomdoctor diff {number}" if is_offered and is_written else None,
         notes=tuple(_notes(candidate, unchanged)),
@@ -164,11 +169,19 @@ def _notes(candidate: Candidate, unchanged: Forecast) -> list[str]:
     notes = [f"Refused when it was tried: {labels.clean(candidate.refuted, 600)}"] if candidate.refuted else []
     notes += [_IN_VAIN] if _is_in_vain(candidate.forecast, unchanged) else []
     notes += [labels.clean(candidate.caveat, 600)] if candidate.caveat else []
+    notes += made_anew(candidate)
     if candidate.forecast.refused and candidate.forecast.refused != unchanged.refused:  # that one is said above all
         notes.append(_lacking(candidate.forecast))
     if isinstance(candidate.patch, Refused):
         notes.append(f"No diff: {labels.clean(candidate.patch.reason)}")
     return notes
+
+
+def made_anew(candidate: Candidate) -> list[str]:
+    """Return what a retry makes anew of what earlier cells have made, a sentence for each of them."""
+    edits = () if isinstance(candidate.patch, Refused) else candidate.patch.edits
+    listed = [(", ".join(map(labels.code, edit.anew)), edit.name) for edit in edits if edit.anew]
+    return [f"a retry makes {names} of {cell} anew and runs nothing else of that cell" for names, cell in listed]
 
 
 def needed(forecast: Forecast) -> int:
@@ -187,25 +200,77 @@ def _is_in_vain(forecast: Forecast, unchanged: Forecast) -> bool:
 def _peak(forecast: Forecast) -> str:
     if forecast.peak is None:
         return "no forecast"
-    limit = "" if forecast.budget is None else f" of {format_size(forecast.budget)}"
-    return f"{labels.about(needed(forecast))}{limit}"
+    least = _at_least(forecast)
+    need = forecast.peak if _is_pooled(forecast) else needed(forecast)
+    told = labels.about(need) if least is None else f"more than {format_size(least)}"
+    told = f"{told} in tensors" if _is_pooled(forecast) else told
+    if forecast.budget is None:
+        return told
+    limit = format_size(forecast.budget)
+    is_far = (least or need) > _FAR * forecast.budget
+    return f"{told}, far over the limit of {limit}" if is_far else f"{told} of {limit}"
 
 
-def _tensors(forecast: Forecast, unchanged: Forecast | None = None) -> str:
+def _is_pooled(forecast: Forecast) -> bool:
+    """Return whether it is the allocator's cache, and no tensor, that is far over the limit: it would be given back."""
+    if forecast.peak is None or forecast.budget is None or forecast.reserved is None:
+        return False
+    return forecast.peak <= _FAR * forecast.budget < forecast.reserved
+
+
+def _at_least(forecast: Forecast) -> int | None:
+    """Return the bytes that an estimate tells as the least, where it tells no more; None where it tells more."""
+    if forecast.estimated is None or forecast.peak is None:
+        return None
+    low, high = forecast.estimated
+    return round(needed(forecast) * min(low, 1.0)) if high >= _VAGUE * low else None
+
+
+def took_of(took: MeasuredPeak, limit: int | None) -> str:
+    """Return what a healed cell took, as the rows of a plan tell it: what the allocator held, where one counts."""
+    most = _most(took, limit)
+    if limit is None or took.reserved is None:  # the system counts otherwise, pages of files among them
+        return format_size(most)
+    told = format_size(most)
+    return f"{told}, over the limit of {format_size(limit)}" if most > limit else f"{told} of {format_size(limit)}"
+
+
+def _most(took: MeasuredPeak, limit: int | None) -> int:
+    """Return what a run took: a cache beyond the limit of a plan is nothing that it needed."""
+    held = took.reserved or 0
+    return took.tensors if limit is not None and held > limit else max(took.tensors, held)
+
+
+def measured_by(took: MeasuredPeak) -> str:
+    """Return how much of what was measured tensors take, where that is another number; else what it was measured by."""
+    if took.reserved is not None and took.reserved > took.tensors * _ALIKE:
+        return f"{format_size(took.tensors)} in tensors"
+    return labels.clean(took.measure)
+
+
+def _found_by(forecast: Forecast, unchanged: Forecast) -> str:
+    return f"{basis(forecast)}{tensors(forecast, unchanged)}" if forecast.peak is not None else ""
+
+
+def tensors(forecast: Forecast, unchanged: Forecast | None = None) -> str:
     """Return how much of a forecast tensors take, where that is another number; or that it is of them alone."""
     if forecast.reserved is None:
         return "" if unchanged is None or unchanged.reserved is None else "; tensors alone, the allocator may hold more"
     if forecast.peak is None or forecast.reserved <= forecast.peak * _ALIKE:
         return ""
+    if _is_pooled(forecast):
+        return f"; with no limit the allocator would hold {labels.about(forecast.reserved)}"
     return f"; {labels.about(forecast.peak)} in tensors"
 
 
 def basis(forecast: Forecast) -> str:
     """Return what a forecast was found by, and how far off such forecasts may be."""
     name = labels.clean(forecast.basis, _BASIS)
+    if _at_least(forecast) is not None:
+        return f"{name}; a rough estimate: the real peak may be far higher"
     if forecast.estimated is not None:
-        low, high = forecast.estimated
-        return f"{name}; a rough estimate: the real peak may be {low:g} to {high:g} times this"
+        low, high = (format_size(round(needed(forecast) * end)) for end in forecast.estimated)
+        return f"{name}; a rough estimate: 9 in 10 such peaks lie between {low} and {high}"
     return f"{name}, ± {labels.percent(forecast.error_ratio)}" if forecast.error_ratio else name
 
 
@@ -213,14 +278,15 @@ def offered(candidate: Candidate) -> str:
     """Return a change in one sentence: what it does, what it keeps, and what it costs."""
     forecast = candidate.forecast
     dose = f" ({labels.clean(candidate.dose.short, 120)})" if candidate.dose.values else ""
-    parts = [_keeps(candidate.effect), told] if (told := pace(candidate)) else [_keeps(candidate.effect)]
-    if forecast.peak is not None:
-        rough = " by a rough estimate" if forecast.estimated is not None else ""
-        parts.append(f"peak {_peak(forecast)}{rough}")
+    parts = [keeps(candidate.effect), told] if (told := pace(candidate)) else [keeps(candidate.effect)]
+    if candidate.measured is not None:
+        parts.append(f"measured peak {took_of(candidate.measured, forecast.budget)}")
+    elif forecast.peak is not None:
+        parts += [f"peak {_peak(forecast)}", *(["a rough estimate"] if forecast.estimated is not None else [])]
     return f"{labels.clean(candidate.title)}{dose}: {', '.join(parts)}."
 
 
-def _keeps(effect: Effect) -> str:
+def keeps(effect: Effect) -> str:
     """Return what becomes of the results, in a list of facts."""
     name, promise = labels.EFFECTS[effect]
     return promise if effect in (Effect.EXACT, Effect.EQUIVALENT) else name
@@ -232,175 +298,25 @@ def pace(candidate: Candidate) -> str:
     The ratio is of operations that were counted and not timed. It tells what work is added. A change of the results
     may do less work than was asked for, which is no speed.
     """
-    ratio, keeps = candidate.forecast.slowdown, candidate.effect in (Effect.EXACT, Effect.EQUIVALENT)
-    if ratio is None or (ratio < 1 - _SAME_PACE and not keeps):
+    ratio, is_kept = candidate.forecast.slowdown, candidate.effect in (Effect.EXACT, Effect.EQUIVALENT)
+    if ratio is None or (ratio < 1 - _SAME_PACE and not is_kept):
         return ""
     if ratio <= 1 + _SAME_PACE:
         return "about as fast"
     return f"about {labels.percent(ratio - 1)} slower" if ratio < _TWICE else f"about {ratio:.1f} times as long"
 
 
-def _gauge(forecast: Forecast, plan: Plan) -> Gauge | None:
+def _gauge(candidate: Candidate, plan: Plan) -> Gauge | None:
     """Return how much of the limit a change needs, on one scale for all rows of a plan."""
-    if forecast.peak is None or forecast.budget is None:
+    forecast = candidate.forecast
+    if _need_of(candidate) is None or forecast.budget is None:
         return None
-    known = (plan.unchanged, forecast, *(one.forecast for one in plan.candidates))
-    scale = max(*map(needed, known), forecast.budget)
-    return Gauge(needed(forecast) / scale, forecast.budget / scale) if scale else None
+    scale = max(needed(plan.unchanged), forecast.budget, *(_need_of(one) or 0 for one in (candidate, *plan.candidates)))
+    return Gauge((_need_of(candidate) or 0) / scale, forecast.budget / scale) if scale else None
 
 
-_KEEP, _BACK, _OFFERED, _ANYWAY = _COMMANDS = ("Keep it", "Undo it", "Offered", "Anyway")
-"""Names of the facts that are commands to type."""
-
-_IN_VAIN: Final = "It does not lower the peak here, so it is not offered."
-
-CHANGED: Final = "Changed"
-"""Name of the facts that say what a healed cell ran with."""
-
-WHY: Final = "Why"
-"""Name of the fact that says why a cell was not healed, or what a healed one did not get back."""
-
-
-def aftermath(case: Case, *, in_notebook: bool = True) -> Notice:
-    """Return how ``case`` ended: what was changed, at what price, and how to keep it.
-
-    Args:
-        in_notebook: whether commands can be typed.
-    """
-    mark = "✓" if case.outcome.kind is OutcomeKind.HEALED and not _passed(case) else "!"
-    facts = ((name, told) for name, told in _facts(case) if told and (in_notebook or name not in _COMMANDS))
-    return Notice(mark, _title(case), tuple(facts))
-
-
-def _title(case: Case) -> str:
-    outcome, cell = case.outcome, case.incident.cell
-    what = "The cell" if cell is None or cell.number is None else f"In[{cell.number}]"
-    after = f"after {labels.count(outcome.attempts, 'attempt')}"
-    changes = labels.count(len(outcome.fixes), "change")
-    start = (
-        "the state before it is restored"
-        if outcome.state is State.RESTORED
-        else "the state before it is only partly restored"
-    )
-    if outcome.interrupted:
-        return (
-            "Interrupted. Everything is as before the cell ran." if _is_as_before(outcome) else f"Interrupted; {start}."
-        )
-    return {
-        OutcomeKind.OFFERED: f"{what} ran out of memory; nothing was changed.",
-        OutcomeKind.HEALED: f"Healed{_passed(case)}: {what} ran to its end with {changes} in place, {after}.",
-        OutcomeKind.REFUSED: f"Not healed: no fix kept the results of {what}; {start}."
-        if outcome.attempts or outcome.state is State.RESTORED
-        else f"Not retried: {what} was left as it failed.",
-        OutcomeKind.ROLLED_BACK: f"Rolled back: {what} did not run to its end {after}; {start}.",
-        OutcomeKind.FAILED: f"Retry failed: {what} did not run to its end {after}.",
-    }[outcome.kind]
-
-
-def _is_as_before(outcome: Outcome) -> bool:
-    return outcome.interrupted and outcome.state is State.RESTORED
-
-
-def _passed(case: Case) -> str:
-    """Return that a healed cell took more than it was to fit in, which the user may have typed."""
-    limit, peak = case.plan.unchanged.budget, case.outcome.peak
-    if limit is None or peak is None or peak <= limit:
-        return ""
-    return f", but over the limit ({format_size(peak)} of {format_size(limit)})"
-
-
-def _facts(case: Case) -> list[tuple[str, str]]:
-    outcome = case.outcome
-    if _is_as_before(outcome):
-        return _commands(case, [])
-    did = CHANGED if outcome.kind is OutcomeKind.HEALED else "Tried"
-    known = {one.label: (number, one) for number, one in enumerate(case.plan.candidates, 1)}
-    used = [known[label] for label in outcome.fixes if label in known]
-    forecast = used[0][1].forecast if len(used) == 1 else None
-    facts = [(WHY, labels.clean(outcome.why, 600))]
-    facts += [(did, _change(known[one][1]) if one in known else labels.code(one, 120)) for one in outcome.fixes]
-    if outcome.kind is OutcomeKind.HEALED:
-        facts.append(("Checked", labels.clean(outcome.checked, 600)))
-        facts += [("Mind", labels.clean(one.caveat, 600)) for _, one in used if one.caveat not in (None, outcome.why)]
-    facts += [("Peak", _measured(case, forecast)), ("Time", _time(case, used))]
-    if outcome.ranks is not None:
-        facts.append(("Ranks", _together(outcome.ranks)))
-    if outcome.kind is not OutcomeKind.OFFERED:
-        facts.append(("State", labels.STATES[outcome.state]))
-    return facts + _commands(case, used)
-
-
-def _together(ranks: RanksTogether) -> str:
-    """Return how the ranks of a job went together."""
-    told = [f"this is {ranks.rank} of {ranks.world}", f"memory ran out on {ranks.first}"]
-    told.append(f"out of its run after {ranks.released_s:.2f} s")
-    if ranks.agreed_s is not None:
-        told.append(f"agreed after {ranks.agreed_s:.1f} s")
-    if ranks.committed_s is not None:
-        told.append(f"all at the end after {ranks.committed_s:.2f} s")
-    return "; ".join(told)
-
-
-def _change(candidate: Candidate) -> str:
-    dose = f" ({labels.clean(str(candidate.dose), 120)})" if candidate.dose.values else ""
-    return f"{labels.clean(candidate.title)}{dose}: {_keeps(candidate.effect)}"
-
-
-def _measured(case: Case, forecast: Forecast | None) -> str:
-    """Return forecast and measured peak side by side, and how far apart they are."""
-    measured, expected = case.outcome.peak, forecast.peak if forecast is not None else None
-    parts = []
-    if forecast is not None and expected is not None:
-        quantity = " in tensors" if forecast.reserved is not None else ""
-        parts.append(f"forecast {labels.about(expected)}{quantity} ({basis(forecast)})")
-    if measured is not None:
-        means = f" ({labels.clean(case.outcome.measure)})" if case.outcome.measure else ""
-        parts.append(f"measured {format_size(measured)}{means}")
-    if expected is not None and measured:
-        parts.append(f"forecast {_off(expected, measured)}")
-    budget = forecast.budget if forecast is not None else case.plan.unchanged.budget
-    if parts and budget is not None:
-        parts.append(f"limit {format_size(budget)}")
-    return "; ".join(parts)
-
-
-def _off(forecast_bytes: int, measured_bytes: int) -> str:
-    off = forecast_bytes / measured_bytes - 1
-    return "met" if abs(off) < 0.0005 else f"{labels.percent(abs(off), 1)} too {'high' if off > 0 else 'low'}"
-
-
-def _time(case: Case, used: list[tuple[int, Candidate]]) -> str:
-    if case.outcome.elapsed_s is None:
-        return ""
-    told = pace(used[0][1]) if len(used) == 1 else ""
-    return f"{case.outcome.elapsed_s:.1f} s{f'; forecast: {told}' if told else ''}"
-
-
-def _commands(case: Case, used: list[tuple[int, Candidate]]) -> list[tuple[str, str]]:
-    """Return how to keep a change or take it back; where there was none, what can still be done."""
-    if case.outcome.kind is OutcomeKind.HEALED:
-        return [*((_KEEP, _keep(*one)) for one in used), (_BACK, "`%oomdoctor undo`")]
-    offered = _untried(case)
-    if offered is None:
-        return []
-    if case.outcome.anyway:
-        told = f"`{offered.apply} --anyway` ({offered.title}) retries all the same; what is named stays as it is"
-        return [(_ANYWAY, told)]
-    if case.outcome.kind is OutcomeKind.REFUSED and not case.outcome.attempts:  # and so would any other change be
-        return []
-    return [(_OFFERED, f"`{offered.apply}` {offered.title}")]
-
-
-def _keep(number: int, candidate: Candidate) -> str:
-    if isinstance(candidate.patch, Refused):
-        return f"there is no diff: {labels.clean(candidate.patch.reason)}"
-    shows = f"`%oomdoctor diff {number}` shows the change to make in your source"
-    return f"{shows}, `%oomdoctor fix {number} --insert` puts it into the next cell"
-
-
-def _untried(case: Case) -> FixRow | None:
-    """Return the best fix that may still help."""
-    for row, candidate in zip(fix_rows(case.plan), case.plan.candidates, strict=True):
-        if row.apply and candidate.label not in case.outcome.fixes and row.verdict is not Verdict.TOO_LARGE:
-            return row
-    return None
+def _need_of(candidate: Candidate) -> int | None:
+    took = candidate.measured
+    if took is not None and took.reserved is not None:
+        return _most(took, candidate.forecast.budget)
+    return None if candidate.forecast.peak is None else needed(candidate.forecast)

@@ -217,7 +217,7 @@ class _Renderer:
         for sentence in cause.because if is_told else ():
             text.append("\n").append_text(prose(sentence))
         if is_told and cause.rule:
-            text.append(f"\nRule: {cause.page or cause.rule}", "muted")
+            text.append(f"\n{say('Rule: ')}{cause.page or cause.rule}", "muted")
         return text
 
     def _fixes(self, rows: tuple[FixRow, ...]) -> Grid:

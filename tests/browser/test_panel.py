@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 
+import nbformat
 import pytest
 from failing_cells import SCORE, SCORING, TRAIN, TRAINING
+from nbconvert import HTMLExporter
 from pages import Page
 from playwright.sync_api import expect
 
@@ -46,6 +48,36 @@ def test_a_cell_is_healed_by_its_button(open_notebook, interface):
     page.wait_until_idle()
     page.run(2)
     page.expect_says(2, "next 2")
+
+
+def test_a_healed_cell_is_headed_so_where_it_is_read_without_a_kernel(open_notebook, browser, tmp_path):
+    """Also where a command healed it, whose own cell has the outputs; the traceback is of a run that counts no more."""
+    page: Page = open_notebook("typed", SCORING, SCORE, "%oomdoctor retry")
+    page.run_all()
+    expect(page.button(1, "Fix it")).to_be_enabled()
+    page.wait_until_idle()
+    page.page.wait_for_timeout(1_000)  # what is run at once is taken for a cell that waited behind the failed one
+    page.run(2)
+    page.expect_says(2, "scored 5")
+    expect(page.told(1).first).to_contain_text("Healed: In[2]")
+    page.wait_until_idle()
+    page.save()
+    saved = json.loads(page._file.read_text())
+    for trusted in (True, False):
+        read = open_notebook(f"typed-{trusted}", whole=saved, trusted=trusted, runs=False)
+        expect(read.told(1).first).to_contain_text("Healed: In[2]")
+        for hidden in ("OutOfMemoryError", "the first run"):
+            expect(read.output(1).get_by_text(hidden).first).not_to_be_visible()
+        assert read.output(1).inner_text().startswith("✓ Healed: In[2]")
+        read.shot(f"typed-{'trusted' if trusted else 'untrusted'}")
+    made, _ = HTMLExporter().from_notebook_node(nbformat.reads(json.dumps(saved), as_version=4))
+    path = tmp_path / "exported.html"
+    path.write_text(made, encoding="utf-8")
+    exported = browser.new_page()
+    exported.goto(path.as_uri(), wait_until="domcontentloaded")
+    expect(exported.locator("section", has_text="Healed: In[2]").first).to_be_visible()
+    expect(exported.get_by_text("OutOfMemoryError").first).not_to_be_visible()
+    exported.close()
 
 
 def test_a_healed_cell_is_undone(open_notebook):

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 import sys
 
 import nbformat
@@ -202,6 +203,8 @@ def test_a_small_cell_is_healed_to_the_state_of_a_fresh_run(tmp_path, small_note
     assert "asked for" in out
     assert "Healed: In[" in out
     assert "%oomdoctor fix 1" in out
+    assert re.search(r"The change of In\[\d+\]:\n *--- In\[\d+\]\n", out)
+    assert re.search(r"^ +\+ .*chunk\(", out, re.MULTILINE), "the lines that the healed cell ran, unbroken"
 
 
 @pytest.mark.thorough

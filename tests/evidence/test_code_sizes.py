@@ -38,6 +38,27 @@ def test_layers_that_take_any_size_and_linear_weights() -> None:
     assert (by_path["fixed"].any_size, by_path["fixed"].linear_bytes) == ((), 0)
 
 
+def test_what_lighter_architectures_would_take() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.LazyConv2d(4, 3))
+    deep = nn.Sequential(nn.ModuleList(Block() for _ in range(6)), nn.ModuleList(Block() for _ in range(2)))
+    by_path = {model.path: model for model in read(layers=layers, deep=deep).models}
+    assert by_path["layers"].convolution_bytes == 8 * 4 * 9 * 4
+    assert by_path["layers"].separable_bytes == (4 * 9 + 4 * 8) * 4
+    one = (8 * 16 + 16 + 16 * 8 + 8) * 4
+    assert (by_path["deep"].repeats, by_path["deep"].repeated_bytes) == (6, 6 * one)
+
+
+def test_the_models_that_an_optimizer_steps() -> None:
+    student, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+    found = read(student=student, teacher=teacher, optimizer=torch.optim.SGD(student.parameters(), lr=0.1))
+    assert {model.path: model.stepped for model in found.models} == {"student": True, "teacher": False}
+
+
 @pytest.mark.parametrize(
     ("capability", "hip", "native"),
     [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((7, 0), "6", True)],

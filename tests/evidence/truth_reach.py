@@ -14,7 +14,8 @@ import torch
 from oomdoctor.model.memory import Holding
 
 GRAPH: Final = " → graph"
-LOCAL: Final = re.compile(r"local `.+` of (?P<function>\S+) at (?P<file>.+) line (?P<line>\d+)")
+LOCAL: Final = re.compile(r"local `.+` of (?P<function>[^\s,]+)(?P<called>, called)? at .+ line (?P<line>\d+)")
+"""Of a library's function the line is the caller's."""
 
 
 class Frame(NamedTuple):
@@ -112,7 +113,8 @@ def evaluated(holding: Holding, namespace: dict[str, Any], frames: Iterable[Fram
     scopes: list[tuple[dict[str, Any], Mapping[str, Any]]] = [(namespace, namespace)]
     if place := LOCAL.match(holding.path):
         function, line = place["function"], int(place["line"])
-        scopes = [(one.globals, one.locals) for one in frames if (one.function, one.line) == (function, line)]
+        named = [one for one in frames if one.function == function]
+        scopes = [(one.globals, one.locals) for one in named if place["called"] or one.line == line]
     whole = Reach({}, set())
     for variables, local in scopes:  # a function that calls itself is there more than once
         try:

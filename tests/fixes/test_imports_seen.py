@@ -31,7 +31,7 @@ def cells(source: str) -> Cells:
 )
 def test_torch_is_known(source: str) -> None:
     assert import_lines.knows_torch(cells(source))
-    assert import_lines.torch_name(cells(source)) == ("torch", ())
+    assert import_lines.library_name(cells(source)) == ("torch", ())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_function_that_is_imported_already_keeps_its_name(source: str) -> None
 
 
 def test_another_name() -> None:
-    assert import_lines.torch_name(cells("import random, torch as th")) == ("th", ())
+    assert import_lines.library_name(cells("import random, torch as th")) == ("th", ())
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,7 @@ def test_golden_diff_and_what_runs_again() -> None:
         "train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)",
         "n_batches = len(train_loader)",
     ]
+    assert edit.anew == ("batch_size", "train_loader", "n_batches")
 
 
 def test_both_train_with_less_memory() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forecast_lab import check_margin, forecast_and_rise, measured_rise
+from forecast_lab import check_margin, forecast_and_rise, measured_rise, rises
 from torch import nn
 
 LAST = "y = torch.randn(16, 32, 16, 16).to(memory_format=torch.channels_last)\n"
@@ -25,6 +25,38 @@ def names():
 @pytest.mark.parametrize("name", CELLS)
 def test_the_peak_is_that_of_the_real_run_within_the_margin_that_is_told(name):
     check_margin(names, CELLS[name])
+
+
+IMAGES = "x = torch.randn(16, 32, 24, 24).requires_grad_()\n"
+LAYERS = {
+    "plain": "nn.Conv2d(32, 48, 3, 1, 1)(x)",
+    "strided": "nn.Conv2d(32, 64, 4, 2, 1)(x)",
+    "few filters": "nn.Conv2d(32, 2, 1)(x)",
+    "depthwise": "nn.Conv2d(32, 32, 3, 2, 1, groups=32)(x)",
+    "grouped": "nn.Conv2d(32, 64, 3, 1, 1, groups=4)(x)",
+    "dilated": "nn.Conv2d(32, 32, 3, 1, 2, dilation=2)(x)",
+    "transposed": "nn.ConvTranspose2d(32, 16, 2, 2)(x)",
+    "of colours": "nn.Conv2d(3, 32, 7, 2, 3)(x[:, :3])",
+    "of doubles": "nn.Conv2d(32, 32, 3, 1, 1).double()(x.double())",
+    "channels last": "nn.Conv2d(32, 64, 3)(x.to(memory_format=torch.channels_last))",
+}
+
+
+CONVOLUTIONS = {
+    f"{name}, {end}": f"{IMAGES}{layer}.{end}.backward()"
+    for name, layer in LAYERS.items()
+    for end in ("pow(2).sum()", "sum()")
+}
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return rises(names(), CONVOLUTIONS)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_copies_of_a_convolution_are_counted(counted, name):
+    assert measured_rise(names(), CONVOLUTIONS[name]) == pytest.approx(counted[name], rel=0.02)
 
 
 MATRIX = "a = torch.randn(200, 200)\n"

@@ -127,8 +127,11 @@ def test_the_limit_above_a_cell_is_told_as_the_users(gauge: Gauge) -> None:
         np.ones(128 << 17)
     data_limit.lift()
     found = host.read(in_full=False)
-    assert found.process_limit_name == "%%memlimit"
-    assert host.binding_limit(found)[2] == "%%memlimit"
+    assert found.process_limit_name == host.binding_limit(found)[2] == "%%memlimit 64.0 MiB"
+    free, begun = host.binding_limit(found)[1], data_limit.ceiling
+    assert free <= 65 * MIB, "what malloc held free before the cell is no part of what it may take"
+    assert begun is not None
+    assert found.malloc_free == max(host.malloc_free() - begun.malloc_free, 0)  # type: ignore[operator]
     np.ones(128 << 17)
     data_limit.forget()
     assert isinstance(host.read(in_full=False).process_limit, Unavailable)

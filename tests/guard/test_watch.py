@@ -83,6 +83,16 @@ def test_the_limit_is_there_while_a_cell_runs_and_at_no_other_time(watch: Watch)
     assert soft() == before
 
 
+def test_a_nearer_limit_of_the_users_leaves_the_margin_to_what_is_beyond_it(watch: Watch) -> None:
+    reading = watch.gauge.read()
+    assert reading is not None
+    whole = watch.margin()
+    assert whole > 0
+    assert watch.margin(reading.free + MIB) == whole
+    assert 0 < watch.margin(reading.free - whole // 2) < whole
+    assert watch.margin(reading.free - 2 * whole) == 0
+
+
 def fails_and_is_answered(watch: Watch) -> None:
     """A cell that raises: what answers it has more room than the cell had, and what follows has all."""
     before = soft()

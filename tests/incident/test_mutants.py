@@ -17,7 +17,7 @@ KNOWN = {
 }
 
 # What tells these from a lack of memory stands at their end.
-SPEAKS_OF_MEMORY = {"killed_below_limit", "memlock", "tpu_vmem", "static_tls"}
+SPEAKS_OF_MEMORY = {"jittor_child_ended", "killed_below_limit", "memlock", "tpu_vmem", "static_tls"}
 
 
 def verdict(text):

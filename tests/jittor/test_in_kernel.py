@@ -12,14 +12,14 @@ from jittor import nn
 jt.set_global_seed(0)
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = nn.SGD(model.parameters(), 0.1, momentum=0.9)
-x, y = jt.rand((32768, 64)), (jt.rand((32768,)) * 10).int32()
+x, y = jt.rand((65536, 64)), (jt.rand((65536,)) * 10).int32()
 jt.sync_all()
 """
 CELL = """\
 optimizer.zero_grad()
 losses = []
-for at in range(0, 32768, 4096):
-    loss = nn.cross_entropy_loss(model(x[at : at + 4096]), y[at : at + 4096]) / 8
+for at in range(0, 65536, 8192):
+    loss = nn.cross_entropy_loss(model(x[at : at + 8192]), y[at : at + 8192]) / 8
     optimizer.backward(loss)
     losses.append(loss.item())
 optimizer.step()

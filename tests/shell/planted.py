@@ -372,7 +372,7 @@ CASES = (
     ),
     case(
         "weights of each epoch kept",
-        "user_tensors_fill old_model_alive",
+        "weight_copies_kept",
         "for epoch in range(40):\n    for x, y in batches(2, 64, 512):\n        optimizer.zero_grad()\n"
         "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        optimizer.step()\n"
         "    best.append(copy.deepcopy(model.state_dict()))",

@@ -99,7 +99,7 @@ def test_the_traceback_of_the_user_is_as_it_was(shell: InteractiveShell) -> None
         names.append((steps.tb_frame.f_code.co_filename, steps.tb_lineno))
         steps = steps.tb_next
     assert ("<timed exec>", 3) in names
-    assert "Out of memory, case" in shown.stdout + "".join(str(one.data) for one in shown.outputs)
+    assert "Out of memory at " in shown.stdout + "".join(str(one.data) for one in shown.outputs)
     import linecache
 
     assert "<timed exec>" not in linecache.cache

@@ -147,7 +147,7 @@ def test_what_fails_for_want_of_memory_loses_no_diagnosis(
     assert case is not None
     assert case.incident.family == "host_oom"
     assert case.findings, shown
-    assert f"Out of memory, case {case.number}" in shown
+    assert "Out of memory" in shown
     assert "Host memory ran out" in shown
 
 

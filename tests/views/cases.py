@@ -26,11 +26,12 @@ from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.pipeline import unpriced
+from oomdoctor.pipeline.candidates import with_made
 from oomdoctor.views.diagnosis import read, tell
 from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document
 from oomdoctor.views.memory_report import growth_rows, survey
-from oomdoctor.views.prices import aftermath
+from oomdoctor.views.outcome import aftermath
 
 Kind = TypeVar("Kind")
 
@@ -256,10 +257,13 @@ def healed() -> Case:
         attempts=1,
         state=State.CLEAN,
         peak=_gib(5.55),
+        peak_reserved=_gib(5.83),
         measure="the allocator's high-water mark",
         elapsed_s=12.34,
+        run_s=8.1,
     )
-    return offered(outcome=outcome)
+    case = offered(outcome=outcome)
+    return replace(case, plan=with_made(case.plan, MICRO_BATCH, outcome))
 
 
 def refused() -> Case:

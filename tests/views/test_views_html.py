@@ -171,4 +171,4 @@ def test_the_timeline_has_a_line_for_the_budget_and_says_it_in_words() -> None:
     assert re.search(r"top:19\.0\d%;border-top:2px solid", page), "8 of 9.41 GiB and some room, from above"
     assert ">limit 8.00 GiB<" in page
     assert ">peak 9.41 GiB<" in page
-    assert "It first passes the limit of 8.00 GiB at line 7." in Seen(page).text
+    assert "Memory ran out at line 7. With enough of it, the cell goes from" in Seen(page).text

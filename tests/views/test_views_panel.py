@@ -255,6 +255,28 @@ def test_a_cell_that_was_healed_elsewhere_is_shown_so() -> None:
     assert _off(made.box) == ["Undo"]
 
 
+def test_what_a_command_has_healed_and_undone_is_said_so() -> None:
+    doctor = Recorder()
+    made = panel.build(cases.offered(), doctor)
+    assert made is not None
+    doctor.in_place, doctor.ended = (cases.MICRO_BATCH,), "Healed: In[5] ran to its end."
+    made.refresh()
+    assert "Healed: In[5]" in _text(made.box)
+    doctor.in_place, doctor.ended = (), ""
+    made.refresh()
+    assert "Healed" not in _text(made.box)
+    before = made.box.children[0].children
+    doctor.in_place = (cases.CHECKPOINT,)
+    made.refresh()
+    assert _text(made.box.children[0]).count("✓ in place: ") == 1
+    assert cases.CHECKPOINT.title in _text(made.box.children[0]), (
+        "what is in place, and not what a retry would begin with"
+    )
+    doctor.in_place = ()
+    made.refresh()
+    assert made.box.children[0].children == before
+
+
 def test_what_can_be_run_no_more_is_off_and_says_why() -> None:
     doctor = Recorder()
     made = panel.build(cases.offered(), doctor)
@@ -290,6 +312,23 @@ def test_there_is_nothing_to_retry_with_where_nothing_fits() -> None:
     assert buttons["Fix it"].tooltip in _text(box.children[0])
     assert _primary(box) == []
     assert not buttons["Retry with 1"].disabled
+
+
+def test_where_only_a_change_of_the_results_fits_it_has_a_button_of_its_own() -> None:
+    case, doctor = cases.nothing_fits(), Recorder()
+    fits = replace(cases.AUTOCAST, forecast=cases.forecast(5))
+    plan = replace(case.plan, candidates=(*case.plan.candidates, fits))
+    box = _built(doctor, replace(case, plan=plan))
+    number = plan.number(fits)
+    button = box.children[0].children[0]
+    assert button.description == f"Retry with {number}: changes results"
+    assert button.button_style == "", "it is not what a retry would do by itself"
+    said = _text(box.children[0])
+    assert "No fix that keeps the results is forecast to fit." in said
+    assert "never applied by itself" in said
+    button.click()
+    assert doctor.calls == [("fix", number)]
+    assert "Fix it" not in _buttons(box)
 
 
 def test_what_a_retry_would_do_is_what_the_caller_says() -> None:

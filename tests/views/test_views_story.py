@@ -8,12 +8,13 @@ from cases import CASES, blocks
 
 from oomdoctor.model.case import Case, Outcome, OutcomeKind
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.fix import Effect
+from oomdoctor.model.fix import Dose, Edit, Effect, Patch
 from oomdoctor.model.incident import CellLine, Family
 from oomdoctor.model.memory import Census, Holding, HostHolding, Role
-from oomdoctor.model.plan import Candidate, Forecast, Plan, Verdict
+from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, MeasuredPeak, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.model.unavailable import Refused, Unavailable
+from oomdoctor.pipeline.candidates import with_made
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.diagnosis import Retry, answer, headline, missing, next_steps, tell, why_nothing
@@ -23,7 +24,8 @@ from oomdoctor.views.holders import holders
 from oomdoctor.views.host_card import host_bar
 from oomdoctor.views.labels import clean
 from oomdoctor.views.memory_report import cards
-from oomdoctor.views.prices import aftermath, fix_row, fix_rows, offered, pace, prices
+from oomdoctor.views.outcome import FOLLOWED, aftermath
+from oomdoctor.views.prices import fix_row, fix_rows, offered, pace, prices
 
 
 def test_the_headline_says_who_asked_for_how_much_and_what_fills_the_memory() -> None:
@@ -347,19 +349,79 @@ def test_the_holdings_are_the_largest_and_the_rest_is_summed() -> None:
 def test_a_healed_case_shows_forecast_and_measurement_side_by_side() -> None:
     facts = dict(aftermath(cases.healed()).facts)
     assert facts["Peak"] == (
-        "forecast ≈ 5.62 GiB in tensors (dry run, ± 3 %); measured 5.55 GiB (the allocator's high-water mark); "
-        "forecast 1.3 % too high; limit 8.00 GiB"
+        "measured 5.83 GiB of 8.00 GiB (5.55 GiB in tensors); "
+        "forecast ≈ 5.90 GiB (dry run, ± 3 %); forecast 1.2 % too high"
     )
-    assert facts["Time"].endswith("s; forecast: about 7 % slower")
+    assert facts["Time"] == (
+        "the cell ran in 8.1 s; forecast: about 7 % slower; checks and failed attempts took 4.2 s more"
+    )
     assert facts["Keep it"].startswith("`%oomdoctor diff 1`")
     assert facts["State"].startswith("clean")
 
 
+def test_what_was_measured_stands_in_the_place_of_the_forecast() -> None:
+    (row,) = [row for row in fix_rows(cases.healed().plan) if row.number == 1]
+    assert (row.verdict_text, row.peak, row.basis) == ("✓ measured", "5.83 GiB of 8.00 GiB", "5.55 GiB in tensors")
+    took = replace(cases.MICRO_BATCH, measured=MeasuredPeak(tensors=5 * GIB, measure="resident set"))
+    told = fix_row(1, took, cases.PLAN)
+    assert (told.peak, told.basis) == ("5.00 GiB", "resident set"), "no allocator counts, so no limit is compared with"
+    assert offered(took).endswith("measured peak 5.00 GiB.")
+
+
+def test_a_change_that_was_not_asked_for_is_told_with_its_reason() -> None:
+    case = cases.healed()
+    more = replace(
+        cases.MICRO_BATCH,
+        fix="micro_batch + checkpoint_blocks",
+        dose=Dose((*cases.MICRO_BATCH.dose.values, *cases.CHECKPOINT.dose.values)),
+        parts=((cases.MICRO_BATCH.fix, cases.MICRO_BATCH.dose), (cases.CHECKPOINT.fix, cases.CHECKPOINT.dose)),
+        follows=cases.MICRO_BATCH.label,
+    )
+    stronger = replace(cases.MICRO_BATCH, dose=Dose.of(parts=64), follows=cases.MICRO_BATCH.label)
+    for made, changes, ending in ((more, "2 changes", "was added"), (stronger, "1 change", "was taken")):
+        outcome = replace(case.outcome, fixes=(made.label,))
+        end = aftermath(replace(case, plan=with_made(cases.PLAN, made, outcome), outcome=outcome))
+        assert f"with {changes} in place" in end.title
+        told = dict(end.facts)[FOLLOWED]
+        assert told.startswith(f"`{cases.MICRO_BATCH.label}` alone ran out of memory too, so `")
+        assert told.endswith(ending)
+
+
+def test_what_a_retry_makes_anew_of_an_earlier_cell_is_told_before_and_after() -> None:
+    edit = Edit(cell=3, before="loader = old", after="loader = new", replay="loader = new", anew=("loader", "steps"))
+    one = replace(cases.MICRO_BATCH, patch=Patch(edits=(edit,)))
+    told = "a retry makes `loader`, `steps` of In[3] anew and runs nothing else of that cell"
+    assert told in fix_row(1, one, cases.PLAN).notes
+    case = cases.healed()
+    end = aftermath(replace(case, plan=with_made(cases.PLAN, one, case.outcome)))
+    assert ("Mind", told) in end.facts
+
+
+def test_a_need_far_over_the_limit_is_told_in_words() -> None:
+    far = replace(cases.MICRO_BATCH, forecast=cases.forecast(70))
+    assert fix_row(1, far, cases.PLAN).peak == "≈ 70.0 GiB, far over the limit of 8.00 GiB"
+    assert fix_row(1, replace(far, forecast=cases.forecast(9)), cases.PLAN).peak == "≈ 9.00 GiB of 8.00 GiB"
+    row = fix_row(1, replace(far, forecast=cases.forecast(9, reserved=30)), cases.PLAN)
+    assert row.peak == "≈ 9.00 GiB in tensors of 8.00 GiB", "a cache is given back where memory is short"
+    assert row.basis.endswith("; with no limit the allocator would hold ≈ 30.0 GiB")
+
+
+def test_a_range_that_says_nothing_is_told_as_what_is_needed_at_least() -> None:
+    rough = replace(cases.MICRO_BATCH, forecast=cases.forecast(2, estimated=FROM_FAILURE))
+    row = fix_row(1, rough, cases.PLAN)
+    assert row.peak == "more than 2.00 GiB of 8.00 GiB"
+    assert "; a rough estimate: the real peak may be far higher" in row.basis
+    row = fix_row(1, replace(rough, forecast=cases.forecast(2, estimated=FROM_PEAK)), cases.PLAN)
+    assert row.peak == "≈ 2.00 GiB of 8.00 GiB"
+    assert "a rough estimate: 9 in 10 such peaks lie between 819 MiB and 4.80 GiB" in row.basis
+
+
 def test_a_forecast_that_was_too_low_is_called_so() -> None:
     case = cases.healed()
-    low = replace(case, outcome=replace(case.outcome, peak=cases.MICRO_BATCH.forecast.peak * 2))  # type: ignore[operator]
+    twice = 2 * (cases.MICRO_BATCH.forecast.peak or 0)
+    low = replace(case, outcome=replace(case.outcome, peak=twice, peak_reserved=None))
     assert "forecast 50.0 % too low" in dict(aftermath(low).facts)["Peak"]
-    met = replace(case, outcome=replace(case.outcome, peak=cases.MICRO_BATCH.forecast.peak))
+    met = replace(case, outcome=replace(case.outcome, peak_reserved=cases.MICRO_BATCH.forecast.reserved))
     assert "forecast met" in dict(aftermath(met).facts)["Peak"]
 
 
@@ -489,8 +551,10 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
             _priced(replace(cases.AUTOCAST, forecast=cases.forecast(5))),
             None,
             (
-                "`%oomdoctor retry` runs nothing unasked: `%oomdoctor fix 1` applies the fix that fits; "
-                "state is restored first."
+                "The fixes that apply change results, so none runs unasked. "
+                "`%oomdoctor fix 1` changes results and runs only when you ask for it: "
+                "Compute in bfloat16 under autocast (dtype=bfloat16): changes results, about 7 % slower, "
+                "peak ≈ 5.00 GiB of 8.00 GiB."
             ),
         ),
         (
@@ -522,7 +586,7 @@ NOT_SURE = replace(cases.CHECKPOINT, forecast=cases.forecast(7.9))
     ],
 )
 def test_what_to_type_next_is_what_would_be_done(case: Case, retry: Retry | None, sentence: str) -> None:
-    assert next_steps(case, retry or Retry.of(case.plan)) == (sentence,)
+    assert " ".join(next_steps(case, retry or Retry.of(case.plan))) == sentence
 
 
 TOO_LARGE = replace(cases.MICRO_BATCH, forecast=LARGE)
@@ -602,7 +666,7 @@ def test_operations_that_were_counted_make_nothing_faster(effect: Effect, ratio:
 
 def test_a_change_that_lowers_nothing_is_not_offered() -> None:
     worse = replace(cases.CHECKPOINT, forecast=cases.forecast(9.5, reserved=9.7))
-    better = replace(cases.CHECKPOINT, forecast=cases.forecast(8.9, reserved=9.1))
+    better = replace(cases.MICRO_BATCH, forecast=cases.forecast(8.9, reserved=9.1))
     plan = Plan(unchanged=cases.forecast(9.41, reserved=9.6), candidates=(worse, better))
     first, second = fix_rows(plan)
     assert (first.apply, second.apply) == (None, "%oomdoctor fix 2")
@@ -633,7 +697,9 @@ def test_there_is_nothing_to_type_where_nothing_can_be_applied() -> None:
 
 def test_the_timeline_is_held_against_the_budget() -> None:
     (timeline,) = blocks(tell(cases.nothing_fits()), Timeline)
-    assert timeline.sentence.endswith("It first passes the limit of 8.00 GiB at line 7.")
+    assert timeline.sentence.startswith(
+        "Memory ran out at line 7. With enough of it, the cell goes from 1.50 GiB at line 6 to"
+    )
     columns = timeline.columns(20)
     over = [column for column in columns if column.kind == "over"]
     assert 0 < len(over) < len(columns)

@@ -61,7 +61,7 @@ def test_an_empty_no_color_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_terminal_shows_the_answer_in_a_few_lines(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     on_a_screen(monkeypatch, columns=80)
     case = CASES[name]()
-    lines = bundle(case)["text/plain"].rstrip().splitlines()
+    lines = bundle(case, is_brief=True)["text/plain"].rstrip().splitlines()
     assert len(lines) <= 12
     assert "%oomdoctor why" in " ".join(lines)
     assert len(whole(case).splitlines()) > len(lines)
