@@ -131,6 +131,7 @@ class Job:
         in_parts: whether the runs are parts of a program, cells or calls, which some ranks may run without the others.
         begun_s: time in which such a part has begun on each rank.
         keeps_group: whether the group was there when the run began, so that a further attempt begins with it.
+        rewraps: whether models that DDP wraps use it, as those that were there before the run.
         stuck: why this rank cannot be released; empty where it was.
     """
 
@@ -146,6 +147,7 @@ class Job:
     releases_on_error: bool = True
     begun_s: float = 3.0
     keeps_group: bool = False
+    rewraps: bool = True
     _before: tuple[int, int] = (0, 0)
 
     def note(self, error: BaseException) -> None:
@@ -171,7 +173,8 @@ class Job:
             keeps_group: as the attribute; None where it is what it was for the run before, as for a further attempt.
         """
         circle = self.circle
-        self.keeps_group = self.keeps_group if keeps_group is None else keeps_group
+        if keeps_group is not None:
+            self.keeps_group, self.rewraps = keeps_group, True
         is_first = circle.epoch < 0 and not circle.restart
         self.groups.begin(f"oomdoctor/{circle.restart}/{circle.epoch + 1}", is_first=is_first)
         self.seen_s, self._before = 0.0, self._meetings()
@@ -199,11 +202,20 @@ class Job:
             self.circle.withdraw()
         return is_apart
 
+    def keep_librarys(self) -> None:
+        """Have a further attempt begin with the group that a library has made in the run: it may make none again.
+
+        As accelerate, whose state in the process says that there is one.
+        """
+        if not self.keeps_group and self.groups.is_librarys and has_group():
+            self.keeps_group, self.rewraps = True, False
+            process_groups.is_from_before = True
+
     def mend(self) -> None:
         """Make the group anew that was released, so that later cells have one. All ranks do so at the same time."""
-        if self.keeps_group:
+        if self.keeps_group and self.in_parts:
             self.groups.begin(f"oomdoctor/{self.circle.restart}/{self.circle.epoch}/mended")
-            self.groups.renew()
+            self.groups.renew(rewraps=self.rewraps)
 
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
         """Say how this rank's run has ended, and return how the epoch ends on all ranks.

@@ -93,6 +93,7 @@ class Together:
         """Heal; return the case with its outcome, and the error that ended it."""
         job = self.job
         self._begun = job.circle.epoch
+        job.keep_librarys()
         self.released_s = max((job.seen_s or job.ended_s) - self.word.at_s, 0.0)
         try:
             with end_as_an_error():
@@ -363,7 +364,7 @@ class Together:
             return ended_by(word)
         try:
             if job.keeps_group:
-                job.groups.renew()
+                job.groups.renew(rewraps=job.rewraps)
             error = await run(attempt)
         except Exception as exc:  # noqa: BLE001 - border: the change cannot be made here; the others are told
             error = exc

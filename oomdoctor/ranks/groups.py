@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.objects.alive import alive_exactly
+from oomdoctor.objects.named import is_users_file
 
 if TYPE_CHECKING:
     from oomdoctor.ranks.circle import Circle
@@ -51,6 +52,7 @@ class Groups:
         circle: over whose store groups of a further attempt meet, None as long as there is none.
         meetings: how often the group of all ranks was made.
         has_parts: whether there are groups of some ranks beside that of all.
+        is_librarys: whether a library has made the group of all ranks, which may remember that it has.
         is_released: whether this rank was released, so that it makes no group before the next run.
         refused: why groups cannot be made anew, None where they can.
     """
@@ -59,7 +61,7 @@ class Groups:
         self.port, self.refused, self.has_parts = port, None, False
         self.circle: Circle | None = None
         self.meetings, self._alone = 0, ""
-        self.is_released = False
+        self.is_released = self.is_librarys = False
         self.made, self._prefix, self._met = made, "", 0
         self._given: dict[str, Any] = {}
         self._initialise: Any = None
@@ -98,6 +100,7 @@ class Groups:
         def initialised(*args: Any, **kwargs: Any) -> Any:
             if c10d._new_process_group_helper is not noted:  # no more, or in a copy of the process
                 return initialise(*args, **kwargs)
+            self.is_librarys = not is_users_file(sys._getframe(1).f_code.co_filename)
             given = self._given = dict(inspect.signature(initialise).bind(*args, **kwargs).arguments)
             if given.get("store") is not None and (again := self._again()) is not None:
                 given["store"], given["rank"], given["world_size"] = again
@@ -208,16 +211,16 @@ class Groups:
                 count += int(group._get_sequence_number_for_group())
         return count
 
-    def renew(self) -> None:
-        """Make the group of all ranks anew, as the program has made it, and have models that DDP wraps use it.
+    def renew(self, *, rewraps: bool = True) -> None:
+        """Make the group of all ranks anew, as the program has made it. All ranks have to do so at the same time.
 
-        The wrappers stay the same objects. All ranks have to do so at the same time.
+        Args:
+            rewraps: whether models that DDP wraps are to use it; the wrappers stay the same objects.
         """
         from torch.nn.parallel import DistributedDataParallel
 
-        wrappers = [
-            (one, one.module, _settings(one), dict(vars(one))) for one in alive_exactly(DistributedDataParallel)
-        ]
+        alive = alive_exactly(DistributedDataParallel) if rewraps else ()
+        wrappers = [(one, one.module, _settings(one), dict(vars(one))) for one in alive]
         for wrapper, *_ in wrappers:
             for name in ("reducer", "logger", "process_group"):
                 vars(wrapper).pop(name, None)

@@ -1,13 +1,11 @@
 """A training in a function that is healed, in processes that the program starts itself; two ranks, or more.
 
 ``START``: ``spawn`` (``torch.multiprocessing``) or ``accelerate`` (its ``debug_launcher``, which forks); ``MEET``:
-``before`` the call or ``within`` it; ``WHERE``: ``backward``, ``error``, ``late`` or ``nowhere``, on rank 1, or
-``killed``, which rank 0 is; ``HEAL``: whether ``heal`` decorates it; ``OUT``: where what is left goes.
+``before`` the call or ``within`` it; ``WHERE``: ``backward``, ``error``, ``late`` or ``nowhere``, on rank 1; ``HEAL``:
+whether ``heal`` decorates it; ``OUT``: where what is left goes. Tests write what else happens in the place of comments.
 """
 
 import os
-import signal
-import time
 from contextlib import nullcontext
 
 import torch
@@ -48,20 +46,16 @@ def train(rank, world):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    if os.environ["WHERE"] == "killed" and rank == 0:
-        os.kill(os.getpid(), 9)
+    # at its end
     if os.environ["WHERE"] == "error" and rank == 1:
         raise KeyError("a mistake")
-    if os.environ["WHERE"] == "killed" and rank == 1:
-        time.sleep(2.0)
-    if os.environ["WHERE"] in ("late", "killed") and rank == 1:
+    if os.environ["WHERE"] == "late" and rank == 1:
         held = torch.zeros(60 << 18)
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses, "held": len(held)}
 
 
 def work(rank, world):
-    if os.environ["WHERE"] == "killed":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher ends the others
+    # at first
     torch.set_num_threads(1)
     with oomdoctor.simulate("48MiB") if os.environ["HEAL"] else nullcontext():
         run(rank, world)
@@ -76,7 +70,7 @@ def run(rank, world):
             left.append(train(rank, world))
         except Exception as exc:
             left.append(f"{type(exc).__name__}: {exc}")
-            if os.environ["WHERE"] not in ("error", "late", "killed"):
+            if os.environ["WHERE"] not in ("error", "late"):
                 raise
         finally:
             case = oomdoctor.last_case()

@@ -106,8 +106,14 @@ def test_calls_in_which_nothing_happens_are_as_without_heal(tmp_path: Path) -> N
 
 
 def test_where_the_keeper_of_the_store_is_killed_the_others_raise_within_seconds_and_say_why(tmp_path: Path) -> None:
+    killed = "import time\n    if rank == 0:\n        os.kill(os.getpid(), 9)\n    time.sleep(2)"
+    goes_on = (
+        "import signal\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # by which the launcher ends the others
+    )
     begun = time.monotonic()
-    done = run(tmp_path / "killed", WHERE="killed")
+    done = run(
+        tmp_path / "killed", PROGRAM.replace("# at its end", killed).replace("# at first", goes_on), WHERE="late"
+    )
     assert time.monotonic() - begun < 60
     assert done.status != 0
     assert done.told[0] is None
