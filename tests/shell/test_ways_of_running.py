@@ -387,6 +387,16 @@ def test_nbclient_goes_on_after_a_healed_cell_and_stops_at_a_failed_one(tmp_path
     assert outcome_of(made) == "healed [3], 3 steps\n"
 
 
+def test_a_cell_that_is_healed_by_hand_keeps_its_diagnosis_in_the_notebook(tmp_path: Path) -> None:
+    made = notebook("off")
+    made.cells.append(nbformat.v4.new_code_cell("%oomdoctor fix 1"))
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(made, kernel_name="python3", allow_errors=True, resources=resources).execute()
+    told = str(made.cells[3].outputs)
+    assert "Healed, after it ran out of memory" in told
+    assert "What holds it" in told
+
+
 def test_papermill_goes_on_after_a_healed_cell(tmp_path: Path) -> None:
     nbformat.write(notebook("exact"), tmp_path / "in.ipynb")
     papermill.execute_notebook(
