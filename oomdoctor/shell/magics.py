@@ -322,7 +322,7 @@ def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
             if candidate.refuted is not None:
                 raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
             return case, _at_dose(extension, case, candidate, asked) if asked else candidate
-    if (gone := dict(enumerate(numbered, 1)).get(int(named) if named.isdecimal() else 0)) is not None:
+    if (gone := {str(number): fix for number, fix in enumerate(numbered, 1)}.get(named)) is not None:
         raise UsageError(f"fix {named} ({gone}) is not in the plan any more. Available: {accepted}")
     if len(words) > 1:
         raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
