@@ -16,7 +16,7 @@ CASE = "oomdoctor.last_case().to_dict()"
 FIRST = "01_first_oom"  # the demo's, with tests of its own
 ON_THE_CPU = {"07_host_memory", "09_several_ranks", "10_jittor"}
 MOST_CELLS = 14
-MOST_BYTES = 400_000
+MOST_BYTES = 500_000
 GALLERY = runpy.run_path(str(NOTEBOOKS.parent / "tools" / "execute_gallery.py"))
 
 
