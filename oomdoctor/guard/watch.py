@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,6 +65,7 @@ class _Cell:
         is_watched: whether it is interrupted where the memory is full.
         most: bytes in use up to which it is not, whatever the margin; ``raised``: interrupts that there were before.
         is_ours: whether it has raised, and what runs is the answer to it: it is refused what would end the kernel.
+        apart: calls in it that are without the limit.
         ceiling: bytes that it may take beyond the resident ``start``, where this system cannot refuse.
     """
 
@@ -74,6 +75,7 @@ class _Cell:
     most: int = 0
     raised: int = 0
     paused: int = 0
+    apart: int = 0
     is_ours: bool = False
     ceiling: int | None = None
     start: int = 0
@@ -222,7 +224,7 @@ class Watch:
         if cell.refusal is not None and "jittor" in sys.modules:  # the cell has imported it
             cell.refusal = None
             data_limit.lift()
-        if cell.refusal is None:
+        if cell.refusal is None or cell.apart:
             return
         free, margin = (None, 0) if reading is None else (reading.free, reading.margin(self.terms().margin))
         margin = min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE) if cell.is_ours else margin
@@ -301,16 +303,23 @@ class Watch:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run the body, which maps a file, without the limit."""
+        """Run the body, which maps a file or starts a program, without the limit; it may outlive the cell."""
         cell = self._cell
         if cell is None or cell.refusal is None:
             yield
             return
-        with self._lock, cell.refusal.apart():
-            yield
-        with self._lock:
-            if self._cell is cell:
-                self._keep(cell, self.gauge.read() if cell.is_watched else None)
+        with ExitStack() as unlimited:
+            with self._lock:
+                cell.apart += 1
+                unlimited.enter_context(cell.refusal.apart())
+            try:
+                yield
+            finally:
+                with self._lock:
+                    unlimited.close()
+                    cell.apart -= 1
+                    if self._cell is cell:
+                        self._keep(cell, self.gauge.read() if cell.is_watched else None)
 
     # The thread -----------------------------------------------------------------------------------------------
 

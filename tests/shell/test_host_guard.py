@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +58,18 @@ def test_a_cell_has_the_limit_and_an_own_magic_has_not(guarded: Kernel) -> None:
     guarded.run("%oomdoctor guard off", ok=True)
     assert inside != before
     assert int(guarded.run(f"print({LIMIT})", ok=True).stdout) == before == guarded.value(LIMIT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
+def test_a_program_that_a_thread_waits_for_holds_no_cell_up(guarded: Kernel) -> None:
+    guarded.run("%oomdoctor guard on", ok=True)
+    started = time.monotonic()
+    starts = "import os, threading\nthreading.Thread(target=os.system, args=('sleep 6',), daemon=True).start()"
+    guarded.run(f"{starts}\nimport time; time.sleep(0.5)", ok=True)
+    assert time.monotonic() - started < 5
+    inside = int(guarded.run(f"print({LIMIT})", ok=True).stdout)
+    guarded.run("%oomdoctor guard off", ok=True)
+    assert inside != guarded.value(LIMIT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
