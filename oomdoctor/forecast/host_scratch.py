@@ -124,6 +124,8 @@ def _sums(weights: torch.Tensor, *, of_rows: bool) -> int:
 
 def _is_of_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes with such numbers on this processor. Source: ``use_mkldnn`` in ``Convolution.cpp``."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     if dtype in (torch.bfloat16, torch.float16):
         name = "bf16" if dtype is torch.bfloat16 else "fp16"
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
@@ -143,8 +145,7 @@ def _columns(weights: torch.Tensor, out: torch.Tensor) -> int:
 
 def _has_channels_last(images: torch.Tensor) -> bool:
     """Whether oneDNN works on images as they lie, whatever their number of channels."""
-    order = _FORMATS.get(images.dim(), torch.contiguous_format)
-    return not images.is_contiguous() and images.is_contiguous(memory_format=order)
+    return not images.is_contiguous() and not dense_copy(images, in_any_order=True)
 
 
 def _lies_as_read(images: torch.Tensor) -> bool:

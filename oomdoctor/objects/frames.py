@@ -142,10 +142,11 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
         caller = ""
         for step in steps_of(traceback_of(link)):
             frame, line = step.tb_frame, step.tb_lineno
-            caller = _line_of_program(frame, line, cells, namespace) or caller
+            own = _line_of_program(frame, line, cells, namespace)
+            caller = own or caller
             if id(frame) not in seen and not _is_of(home_of(frame), _MACHINERY):
                 seen.add(id(frame))
-                yield _read(frame, line, cells, namespace, caller)
+                yield _read(frame, line, namespace, own, caller)
 
 
 def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]) -> list[tuple[int, int]]:
@@ -251,8 +252,9 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
     del stack[:first]
     caller = ""
     for frame in stack:
-        caller = _line_of_program(frame, frame.f_lineno, cells, namespace) or caller
-        yield _read(frame, frame.f_lineno, cells, namespace, caller)._replace(ends=True)
+        own = _line_of_program(frame, frame.f_lineno, cells, namespace)
+        caller = own or caller
+        yield _read(frame, frame.f_lineno, namespace, own, caller)._replace(ends=True)
 
 
 def line_of_cell(thread: int | None, globals_: Mapping[str, Any]) -> int | None:
@@ -292,9 +294,8 @@ def _is_of(name: Any, packages: frozenset[str]) -> bool:
     return type(name) is str and name.partition(".")[0] in packages
 
 
-def _read(frame: FrameType, line: int, cells: Mapping[str, int], namespace: Mapping[str, Any], caller: str) -> Frame:
+def _read(frame: FrameType, line: int, namespace: Mapping[str, Any], own: str, caller: str) -> Frame:
     code = frame.f_code
-    own = _line_of_program(frame, line, cells, namespace)
     file = f"{code.co_filename.rsplit('/', 1)[-1]} line {line}"
     at_top = not code.co_flags & inspect.CO_OPTIMIZED
     return Frame(

@@ -7,11 +7,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
+from oomdoctor.incident import find_oom
 from oomdoctor.objects.frames import chained
 from oomdoctor.ranks.circle import Circle, Word, WordKind
 from oomdoctor.ranks.groups import C10D, Groups
@@ -52,7 +52,7 @@ def has_group() -> bool:
     return c10d is not None and bool(c10d.is_initialized())
 
 
-def of_environment(is_oom: Callable[[BaseException], bool]) -> Job | None:
+def of_environment() -> Job | None:
     """Return this rank's part in the job that a launcher has started this process for; None where it has started none.
 
     Source: torchrun gives each of its processes ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
@@ -73,10 +73,10 @@ def of_environment(is_oom: Callable[[BaseException], bool]) -> Job | None:
         restart=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
         release=groups.release,
     )
-    return Job(circle=groups.circle, groups=groups, is_oom=is_oom)
+    return Job(circle=groups.circle, groups=groups)
 
 
-def of_group(groups: Groups, is_oom: Callable[[BaseException], bool], *, begun_s: float) -> Job | None:
+def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     """Return this rank's part in the job whose group of all ranks was made last; None where it is alone in it.
 
     To be called on all ranks. They talk over the store that they met over, or, where that is no ``TCPStore``, over one
@@ -98,7 +98,7 @@ def of_group(groups: Groups, is_oom: Callable[[BaseException], bool], *, begun_s
     circle = Circle(rank=rank, world=world, host=host, port=port, release=groups.release)
     groups.circle = circle
     circle.asks_who_is_in, circle.kept, circle.keeper = True, kept, 0
-    return Job(circle=circle, groups=groups, is_oom=is_oom, in_parts=True, begun_s=begun_s)
+    return Job(circle=circle, groups=groups, in_parts=True, begun_s=begun_s)
 
 
 def _opened_by_first(store: Any, rank: int) -> tuple[str, int, Any]:
@@ -123,7 +123,6 @@ class Job:
     """This rank's part in a job: its circle, its groups, and how its runs end.
 
     Attributes:
-        is_oom: tells whether memory ran out with an error.
         ended_s: when the last run of this rank has ended, by the clock; ``seen_s``: when what it raised was seen.
         committed_s: time from there until all had come to the end, None where they have not.
         running: that of which a run is on in this process, None where none is.
@@ -138,7 +137,6 @@ class Job:
     running: ClassVar[Job | None] = None
     circle: Circle
     groups: Groups
-    is_oom: Callable[[BaseException], bool]
     ended_s: float = 0.0
     seen_s: float = 0.0
     committed_s: float | None = None
@@ -149,6 +147,11 @@ class Job:
     keeps_group: bool = False
     rewraps: bool = True
     _before: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def is_oom(error: BaseException) -> bool:
+        """Return whether memory ran out with an error."""
+        return find_oom(error) is not None
 
     def note(self, error: BaseException) -> None:
         """Note that what a run ends with was seen; where memory ran out, the others are told at once."""

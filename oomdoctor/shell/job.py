@@ -23,6 +23,7 @@ from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
 from oomdoctor.shell.cells import is_own
 from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
+from oomdoctor.shell.job_calls import C10D, hand_over
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ _ANSWER_S: Final = 2.0
 _SENT_S: Final = 3.0
 """Time in which a cell that was sent to all ranks has begun on each."""
 _ROLES: Final = 4
-_C10D: Final = "torch.distributed.distributed_c10d"
 _WATCHDOG: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Whether NCCL's watchdog ends the process when a collective fails: 0 does not. Source: ``ProcessGroupNCCL.hpp``."""
 
@@ -48,12 +48,11 @@ def join_job(extension: Extension) -> None:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ.get("RANK"):
         return
-    from oomdoctor.incident import find_oom as found
     from oomdoctor.pipeline.job import of_environment
     from oomdoctor.ranks.restart import read
     from oomdoctor.ranks.vote import digest
 
-    job = extension.job = of_environment(lambda exc: found(exc) is not None)
+    job = extension.job = of_environment()
     if job is None:
         return
     os.environ.setdefault(_WATCHDOG, "0")
@@ -69,9 +68,8 @@ def join_job(extension: Extension) -> None:
 def watch_groups(extension: Extension) -> None:
     """Note the process groups that cells make from now on, where they may make some."""
     is_script = getattr(extension.shell, "script", None) is not None
-    if extension.groups is None and not is_script and _C10D in sys.modules:
+    if extension.groups is None and not is_script and C10D in sys.modules:
         from oomdoctor.ranks.groups import Groups
-        from oomdoctor.shell.job_calls import hand_over
 
         extension.groups = hand_over() or Groups(0)
         extension.groups.watch()
@@ -81,10 +79,9 @@ def join_group(extension: Extension) -> None:
     """Take part in the job whose group of all ranks a cell has made; later cells are healed on all of them."""
     if extension.config.auto == "off" or extension.job is not None or extension.groups is None:
         return
-    from oomdoctor.incident import find_oom as found
     from oomdoctor.pipeline.job import of_group
 
-    job = extension.job = of_group(extension.groups, lambda exc: found(exc) is not None, begun_s=_SENT_S)
+    job = extension.job = of_group(extension.groups, begun_s=_SENT_S)
     if job is not None:
         atexit.register(job.circle.close)
 

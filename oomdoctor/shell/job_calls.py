@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from oomdoctor.ranks.circle import Word
     from oomdoctor.ranks.groups import Groups
 
-_C10D: Final = "torch.distributed.distributed_c10d"
+C10D: Final = "torch.distributed.distributed_c10d"
 _REACHED_S: Final = 60.0
 """Time in which the other ranks have come to a call that runs out of memory on one."""
 
@@ -46,7 +46,7 @@ class _Process:
 
 def watch_groups() -> None:
     """Note the process groups that the program makes from now on, where it may make some."""
-    c10d = sys.modules.get(_C10D)
+    c10d = sys.modules.get(C10D)
     if c10d is None or _Process.groups is not None:
         return
     from oomdoctor.ranks.groups import Groups
@@ -74,13 +74,12 @@ def _join() -> None:
     """Take part in the job whose group of all ranks was made; a call that is on is a run of it."""
     from multiprocessing.util import Finalize
 
-    from oomdoctor.incident import find_oom
     from oomdoctor.pipeline.job import of_group
 
     groups, call = _Process.groups, _Process.call
     if groups is None or _Process.job is not None or _Process.has_left:
         return
-    _Process.job = of_group(groups, lambda exc: find_oom(exc) is not None, begun_s=_REACHED_S)
+    _Process.job = of_group(groups, begun_s=_REACHED_S)
     if _Process.job is not None:
         _Process.job.releases_on_error = False
         # At the end of processes that multiprocessing has forked as well, where ``atexit`` is not heeded.
