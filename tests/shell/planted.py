@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 __all__ = ["CASES", "SETUP", "Planted"]
 
+QUIET = """\
+%load_ext oomdoctor
+%config OomDoctor.forecast_time_s = 0
+%config OomDoctor.panel = False
+%config OomDoctor.snapshot = False
+"""
+CASE_NUMBER = "len(__import__('oomdoctor.pipeline').pipeline.cases())"
 SETUP = """\
 import torch
 import torch.nn as nn

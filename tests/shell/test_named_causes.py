@@ -12,18 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 from kernels import Kernel
-from planted import ADAM_STEP, SETUP, TRAIN
+from planted import ADAM_STEP, CASE_NUMBER, QUIET, SETUP, TRAIN
 
-QUIET = """\
-%load_ext oomdoctor
-%config OomDoctor.forecast_time_s = 0
-%config OomDoctor.panel = False
-%config OomDoctor.snapshot = False
-"""
 LAST = "__import__('oomdoctor').last_case()"
 LINES = f"[line.source_line for line in ({LAST}.incident.cell, {LAST}.incident.inner) if line]"
 FINDINGS = f"[[one.rule, [one.title, *one.because]] for one in {LAST}.findings]"
-CASE_NUMBER = "len(__import__('oomdoctor.pipeline').pipeline.cases())"
 LIBRARY_FILE = re.compile(r"\b(?:adam|adamw|container|linear|module|functional|graph|merge|_tensor)\.py\b")
 
 LIMIT = """\

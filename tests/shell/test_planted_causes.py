@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 from capabilities import tells_saved
 from kernels import Kernel
-from planted import CASES, SETUP, Planted
+from planted import CASE_NUMBER, CASES, QUIET, SETUP, Planted
 
-QUIET = """\
-%load_ext oomdoctor
-%config OomDoctor.forecast_time_s = 0
-%config OomDoctor.panel = False
-%config OomDoctor.snapshot = False
-"""
-CASE_NUMBER = "len(__import__('oomdoctor.pipeline').pipeline.cases())"
 FINDINGS = "[[f.rule, f.confidence, list(f.because)] for f in __import__('oomdoctor').last_case().findings]"
 
 
