@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, need, refusing
-from oomdoctor.model.fix import Edit
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model import Cell, Cells, Edit
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.earlier_cells import node_of

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.model import Cells, Dose, Effect, Proposal
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.fix import Dose, Effect, Proposal
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.literals import Book, Number, Place, calls, literal

@@ -23,14 +23,9 @@ import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
 from oomdoctor.fixes._preconditions import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import LOADERS, exchanged, node_of, write
 from oomdoctor.program.literals import Book, Page, calls

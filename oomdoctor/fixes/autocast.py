@@ -39,14 +39,9 @@ from oomdoctor.fixes._preconditions import (
     refusing,
     running_loops,
 )
+from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, bound, reads
 from oomdoctor.program.import_lines import knows_torch

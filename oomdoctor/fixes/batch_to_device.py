@@ -18,14 +18,9 @@ import libcst as cst
 from oomdoctor.fixes._construction_sites import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
 from oomdoctor.fixes._preconditions import Unfit, check_host_room, need, proposing, refusing, root_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.dataflow import assigned

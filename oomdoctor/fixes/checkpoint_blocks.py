@@ -28,13 +28,10 @@ from oomdoctor.fixes._preconditions import (
     refusing,
 )
 from oomdoctor.fixes._recompute_choice import choices
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
+from oomdoctor.model.fix import Value
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported

@@ -48,15 +48,10 @@ from oomdoctor.fixes._preconditions import (
     takes_note,
 )
 from oomdoctor.fixes.inference_precision import detect_runs
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, Scope, site

@@ -28,12 +28,8 @@ from typing import Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
 from oomdoctor.program.rewriting import place_at, text_of, within

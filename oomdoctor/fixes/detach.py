@@ -23,14 +23,9 @@ import libcst as cst
 
 from oomdoctor.fixes._construction_sites import preceded
 from oomdoctor.fixes._preconditions import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import called_on, kept_otherwise, kept_value

@@ -17,22 +17,17 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._construction_sites import preceded
+from oomdoctor.fixes._construction_sites import changed, preceded
 from oomdoctor.fixes._preconditions import Unfit, listed, need, proposing, refusing, root_of, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import LASTING, Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
+from oomdoctor.model.memory import LASTING
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
 from oomdoctor.objects.paths import Root
 from oomdoctor.objects.walk import Walk
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import rewriting
 from oomdoctor.program.compiled import is_in_definition
 from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.names import FirstUse, first_assignments, first_uses, names_in, read_names
@@ -110,8 +105,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     sites = sites_of(evidence, "free_stale", _NOTHING)
     names = [one.names[0] for one in sites]
     held = sum(one.bytes for one in evidence.census.holdings if one.role in _ROLES and root_of(one.path) in names)
-    if not held:
-        raise Unfit(f"the census found no parameters or optimizer state on the device that {listed(names)} holds")
+    need(held, f"the census found no parameters or optimizer state on the device that {listed(names)} holds")
     unbound = [one.names[0] for one in sites if one.kind == "left"]
     caveat = f"deletes {listed(names)} as they stand, for good: save what you still need of them"
     if unbound:
@@ -138,9 +132,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if any(one.text.endswith("= None") for one in sites):
         raise Unfit(f"{listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
-    module = rewriting.replace(parsed.module, first, preceded(first, text, parsed))
-    module = import_lines.insert_at_top(parsed, module, ["import gc"])
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+    return changed(cells, cell, {first: preceded(first, text, parsed)}, ["import gc"])
 
 
 @contextmanager

@@ -31,15 +31,9 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import Unfit, proposing, refusing, running_loops, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing, running_loops, sites_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, torch_functions
@@ -74,20 +68,14 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     if code.first("set_to_none") is not None:
         raise Unfit("gradients are kept as zeros, with which parameters would be stepped")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
-    saves = gradients - max((one.largest_bytes for one in code.steppers), default=gradients)
-    if saves <= 0:
-        raise Unfit("the census found no gradients, or no more than the largest, which has to be there at its time")
+    saves = max(0, gradients - max((one.largest_bytes for one in code.steppers), default=gradients))
+    need(saves, "the census found no gradients, or no more than the largest, which has to be there at its time")
     yield Proposal(
         effect=Effect.EXACT,
         saves=saves,
         slowdown=_LAUNCHES,
         basis=f"the census found {format_size(gradients)} of gradients; the largest alone would be there at a time",
     )
-
-
-def _patch_early(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Refuse: it is done on the live parameters."""
-    return Refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run")
 
 
 @contextmanager
@@ -126,10 +114,8 @@ class _Early:
 
     def begin(self, undo: ExitStack) -> None:
         """Set the hooks and stand before ``step``."""
-        for weight in weights_of(self.optimizer):
-            if weight.requires_grad:
-                handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
-                undo.callback(_take_off, weight, handle)
+        for weight in (one for one in weights_of(self.optimizer) if one.requires_grad):
+            undo.callback(_take_off, weight, weight.register_post_accumulate_grad_hook(self._on_gradient))
         undo.callback(_in_order, self.optimizer)
         held, before = vars(self.optimizer), dict(vars(self.optimizer))
         undo.callback(lambda: held.update(step=before["step"]) if "step" in before else held.pop("step"))
@@ -143,22 +129,16 @@ class _Early:
         if weight.grad.requires_grad:
             raise OomDoctorError("the backward pass makes a graph of the gradients")
         if not self._told:
-            self._tell()
+            self._told = True
+            tell_watchers(self.optimizer)
         self.alone.state = self.optimizer.state  # another one where a checkpoint was loaded
         (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
         self.alone.param_groups = [{**group, "params": [weight]}]
+        step = type(self.optimizer).step  # the program steps once, and not once for each parameter
         with torch.no_grad():
-            _bare_step(type(self.optimizer))(self.alone)
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.alone)
         weight.grad = None
         self.stepped.add(id(weight))
-
-    def _tell(self) -> None:
-        """Tell those who watch optimizers, a snapshot among them, before the first parameter changes."""
-        from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-        self._told = True
-        for hook in list(_global_optimizer_pre_hooks.values()):
-            hook(self.optimizer, (), {})
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -171,14 +151,12 @@ class _Early:
         return step
 
 
-def _bare_step(cls: Any) -> Callable[[Any], Any]:
-    """Return the step of an optimizer's class without hooks: the program steps once, not once for each parameter.
+def tell_watchers(optimizer: Any, *, but: Any = None) -> None:
+    """Tell those who watch optimizers, a snapshot among them, that parameters or state are about to change."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-    Source: ``torch.optim.Optimizer._patch_step_function`` wraps ``step`` of the class and marks it ``hooked``.
-    """
-    step = cls.step
-    bare: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return bare
+    for hook in [one for one in _global_optimizer_pre_hooks.values() if one is not but]:
+        hook(optimizer, (), {})
 
 
 def _check(session: Session) -> None:
@@ -198,10 +176,9 @@ def _check(session: Session) -> None:
             seen.add(id(weight))
             if weight._post_accumulate_grad_hooks:
                 raise OomDoctorError(f"a parameter of `{path}` has a hook of its own for its gradient")
-    for path, root in session.modules:
-        for name, module in submodules(root, path):
-            if _REPLICATES & {base.__name__ for base in type(module).__mro__}:
-                raise OomDoctorError(f"{name} gathers gradients before the step")
+    for name, module in (part for path, root in session.modules for part in submodules(root, path)):
+        if _REPLICATES & {base.__name__ for base in type(module).__mro__}:
+            raise OomDoctorError(f"{name} gathers gradients before the step")
     for cell in session.cells.history:
         if _USES_GRADIENTS.search(cell.source):
             raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
@@ -250,13 +227,11 @@ def _keeps(call: ast.Call) -> bool:
 @proposing
 def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where a call keeps the gradients and the census saw some."""
-    if evidence.code.first("set_to_none") is None:
-        raise Unfit(_NOWHERE)
+    sites_of(evidence, "set_to_none", _NOWHERE)
     if (incident.framework_frame or "").startswith("torch/optim/"):
         raise Unfit("memory ran out in the optimizer's step, where the gradients have to be there")
-    gradients = evidence.census.bytes_of(Role.GRADIENT)
-    if not gradients:
-        raise Unfit("the census found no gradients that setting them to None would free")
+    why = "the census found no gradients that setting them to None would free"
+    gradients = need(evidence.census.bytes_of(Role.GRADIENT), why)
     yield Proposal(
         effect=Effect.EXACT,
         saves=gradients,
@@ -280,15 +255,11 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
                     "a parameter gets no gradient in some steps: the optimizer steps it with zeros, and with None not"
                 )
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        note(weights_of(optimizer))
-
     for _, module in session.modules:
         note(module.parameters())
     for _, optimizer in session.optimizers:
         note(weights_of(optimizer))
-    handle = register_optimizer_step_pre_hook(before_step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: note(weights_of(optimizer)))
     try:
         yield
     finally:
@@ -317,7 +288,7 @@ FIXES: Final = (
         cost="the optimizer is called once for each parameter",
         propose=_propose_early,
         apply=_apply_early,
-        patch=_patch_early,
+        patch=refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run"),
         leaves=(".grad",),
     ),
     Fix(

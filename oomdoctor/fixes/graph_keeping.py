@@ -31,15 +31,9 @@ import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, under
 from oomdoctor.fixes._preconditions import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.known import Objects

@@ -31,14 +31,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword

@@ -24,15 +24,9 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, native, need, proposing, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, torch_functions
 from oomdoctor.program.arguments import called_on

@@ -23,15 +23,11 @@ from typing import Final
 
 import libcst as cst
 
+from oomdoctor.fixes._construction_sites import changed
 from oomdoctor.fixes._preconditions import Unfit, check_training, need, proposing, refusing, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.memory import JittorMemory
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import MIB, format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, imports_library, site, statements
@@ -65,12 +61,9 @@ def _is_backward(node: ast.stmt) -> bool:
 
 def _computes(body: list[ast.stmt]) -> bool:
     """Whether each turn of a loop steps an optimizer, or asks for values."""
-    steps = any(isinstance(one, ast.Expr) and _calls(one.value, {"step"}) for one in body)
-    return steps or any(_calls(node, _SYNCS) for node in own_nodes(body))
-
-
-def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
-    return isinstance(node, ast.Call) and last_name(node) in names
+    lines = {last_name(one.value) for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)}
+    called = {last_name(one) for one in own_nodes(body) if isinstance(one, ast.Call)}
+    return "step" in lines or bool(called & _SYNCS)
 
 
 def _memory(evidence: Evidence) -> JittorMemory:
@@ -92,19 +85,18 @@ def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 @refusing
 def _patch_sync(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put ``jt.sync_all()`` behind each of these backward passes."""
-    sites = sites_of(evidence, "jittor_sync", _NO_PLACE)
-    return rewriting.at_sites(cells, sites, partial(_synced, cells))
 
+    def change(parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
+        name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for one in sites:
+            node = rewriting.statement_at(parsed, one.line)
+            if not isinstance(node, cst.SimpleStatementLine) or len(node.body) > 1:
+                raise Unfit(f"{one.where} has several statements")
+            changes[node] = [node, *rewriting.statements(f"{name}.sync_all()\n", parsed)]
+        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
-def _synced(cells: Cells, parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
-    name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
-    changes: dict[cst.CSTNode, rewriting.New] = {}
-    for one in sites:
-        node = rewriting.statement_at(parsed, one.line)
-        if not isinstance(node, cst.SimpleStatementLine) or len(node.body) > 1:
-            raise Unfit(f"{one.where} has several statements")
-        changes[node] = [node, *rewriting.statements(f"{name}.sync_all()\n", parsed)]
-    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+    return rewriting.at_sites(cells, sites_of(evidence, "jittor_sync", _NO_PLACE), change)
 
 
 @proposing
@@ -139,9 +131,7 @@ def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch
     text = line.format(name)
     if text in cells.failing.source:
         raise Unfit(f"the failing cell says `{text}` already")
-    parsed = need(rewriting.read(cells.failing.source))
-    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, text])
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+    return changed(cells, cells.failing, {}, [*imports, text])
 
 
 FIXES: Final = (

@@ -27,14 +27,11 @@ import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
 from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing, root_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Unavailable
 from oomdoctor.model.code import LoaderFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import HostProcess, Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import HostProcess
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import exchanged
 from oomdoctor.program.literals import Book, Page, Place

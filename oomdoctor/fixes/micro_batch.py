@@ -38,14 +38,9 @@ from oomdoctor.fixes._preconditions import (
     why_no_parts,
 )
 from oomdoctor.fixes.ddp_memory import DDP
+from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cell, Cells
-from oomdoctor.model.site import Site
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads

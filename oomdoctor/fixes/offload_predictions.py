@@ -18,13 +18,8 @@ from typing import Final
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._preconditions import Unfit, hangs_on, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import torch_functions
 from oomdoctor.program.arguments import kept_otherwise

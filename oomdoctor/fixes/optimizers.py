@@ -30,14 +30,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _construction_sites, _trainers
 from oomdoctor.fixes._preconditions import Unfit, in_the_step, kind_of_device, proposing, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import OptimizerFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import LOADERS, write
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
@@ -192,7 +187,7 @@ def _given(call: cst.Call) -> set[str]:
     Source: ``torch.optim.Optimizer.add_param_group``.
     """
     given = [arg.value for arg in call.args if arg.keyword is None or arg.keyword.value == "params"][:1]
-    nodes = [node for one in given for node in ast.walk(ast.parse(_construction_sites.code_of(one), mode="eval"))]
+    nodes = [node for one in given for node in ast.walk(ast.parse(text_of(one), mode="eval"))]
     roots = [node.value for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
     roots += [node.func for node in nodes if isinstance(node, ast.Call)]
     return {node.id for node in nodes if isinstance(node, ast.Name) and node not in roots}

@@ -32,14 +32,9 @@ import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
 from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import child_path, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting

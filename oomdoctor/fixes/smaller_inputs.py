@@ -37,14 +37,10 @@ from oomdoctor.fixes._preconditions import (
     refusing,
     running_loops,
 )
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.earlier_cells import exchange_numbers
