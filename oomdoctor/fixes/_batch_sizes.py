@@ -136,7 +136,6 @@ def check_class(book: Book) -> None:
 
 
 def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place]:
-    """Return the expression for the batch size of a loader and where it stands."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     if "batch_sampler" in given:
         raise Unfit("the loader has a sampler of batches, which decides on their size")

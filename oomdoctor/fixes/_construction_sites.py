@@ -1,13 +1,10 @@
 """Where objects are made in the cells: the calls, found and changed, and the places that new lines go to.
 
-Programs for several processes live in functions more often than others do (``def main(rank)``), where no object of the
-namespace leads to them. So calls are found by the name of the class, under the name that it was imported by; of calls
-that bind the same name in the same function, the last one is meant. An optimizer that the namespace holds is followed
-from its name: to the last statement outside of functions that binds it, and from there into a function of the notebook
-where one made it. Limits: classes that a helper returns, and names that are attributes.
-
-A line about a model stands behind the one that makes the model, or first in the function that is given it. The step of
-a training loop is its lines from the first that runs a model on: they are put under a ``with``, or changed.
+Calls are found by the name of the class, under the name that it was imported by, since no object of the namespace leads
+to what lives in functions; of calls that bind the same name in the same function, the last one is meant. An optimizer
+is followed from its name into the function of the notebook that made it. Limits: classes that a helper returns, and
+names that are attributes. A line about a model stands behind the one that makes it, or first in the function that is
+given it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
 """What DistributedDataParallel holds twice in a process, and what it repeats in every process.
 
-``ddp_settings``: DDP copies each gradient into a bucket, exchanges the bucket, and copies it back: a second copy of all
-gradients, for as long as the model lives. With ``gradient_as_bucket_view=True`` the gradients are views of the buckets,
-and the exchange is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with the
-next step. The search for unused parameters, ``static_graph`` and sizes of buckets change the order of sums, and stay.
+``ddp_settings``: DDP keeps a second copy of all gradients in its buckets. With ``gradient_as_bucket_view=True`` the
+gradients are views of the buckets, and the exchange is the same to the bit. Programs that hold on to a gradient are
+refused: as a view it changes with the next step.
 
 ``zero_optimizer``: ``ZeroRedundancyOptimizer`` gives each parameter to one process, which keeps the state for it, steps
-it, and sends it to the others. Every process has the same gradients, so the numbers are the same to the bit as long as
-the optimizer treats each element for itself; those that look at several at once are refused. So is a program that reads
-or loads the optimizer's state, which no process has whole.
+it, and sends it to the others. The numbers are the same to the bit where the optimizer treats each element for itself;
+others are refused. So is a program that reads or loads the optimizer's state, which no process has whole.
 
-``fsdp2``: with ``torch.distributed.fsdp.fully_shard`` each process keeps its share of everything that training keeps,
-and a block is gathered whole for as long as it is used. It is advice: parameters become ``DTensor``, which changes what
-a checkpoint holds and what code that looks at weights finds, and the program has to be started again on every process.
-The patch is the plain case: one model that DDP wraps, its repeated blocks, and an optimizer that is made afterwards.
-Numbers are those of DDP up to the order of sums: the gradients are reduced in other pieces.
+``fsdp2``: with ``fully_shard`` each process keeps its share of all that training keeps, and a block is gathered for as
+long as it is used. It is advice: parameters become ``DTensor``, checkpoints hold shares, and every process has to be
+started again. The patch is the plain case: one model that DDP wraps, its blocks, and an optimizer made afterwards.
 
-Processes that train together exchange gradients in lockstep. One that runs a cell again by itself would wait for the
-others, or they for it, without end. So these fixes refuse a retry in a single process of several, and are made where
-all of them run again together.
+A process that runs a cell again by itself would wait for the others without end: a retry in a single process of several
+is refused, and made where all of them run again together.
 """
 
 from __future__ import annotations
@@ -95,7 +90,6 @@ _KEEPING: Final = re.compile(r"\S*\.grad\b|create_graph\s*=\s*(?!False)\w+")
 
 @proposing
 def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where gradients were held beside their buckets."""
     found = wrapped(evidence)
     if found and all(one.bucket_views for one in found):
         raise Unfit("the gradients lie in the buckets already")
@@ -111,7 +105,6 @@ def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @refusing
 def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the settings where DDP is made."""
     found = need(_construction_sites.find(cells, DDP), f"no cell makes a {DDP}: it is made by a library")
     for cell in cells.history:
         code = re.sub(r"#.*", "", cell.source)
@@ -166,7 +159,6 @@ _CAVEAT: Final = (
 
 @proposing
 def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where processes repeat a state that the census found, or that the failing step was making."""
     ranks, steppers = shared_by(evidence), evidence.code.steppers
     for one in steppers:
         if one.type_name == _SHARDED:
@@ -200,7 +192,6 @@ def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
 
 @refusing
 def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
     if any(_SHARDED in cell.source for cell in cells.history):
         raise Unfit("the cells share the state of an optimizer already")
     code = evidence.code
@@ -251,7 +242,6 @@ def _within(one: _construction_sites.Call, name: str) -> cst.Call:
 
 @proposing
 def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a model with repeated blocks is repeated in several processes."""
     ranks = shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
     if tuple(map(int, numbers)) < _SINCE:
@@ -270,7 +260,6 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 
 def _model(evidence: Evidence) -> ModelFacts:
-    """Return the one model that DDP wraps, with its repeated blocks."""
     paths = {one.path for one in wrapped(evidence)}
     found = [one for one in evidence.code.models if one.path in paths]
     if len(found) != 1:
@@ -282,7 +271,6 @@ def _model(evidence: Evidence) -> ModelFacts:
 
 @refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the model sharded in the place of the wrapper."""
     if any(_SHARD in cell.source for cell in cells.history):
         raise Unfit("the cells shard a model already")
     model, found = _model(evidence), _construction_sites.find(cells, DDP)

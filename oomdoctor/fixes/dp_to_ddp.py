@@ -1,12 +1,9 @@
 """A process for each device in the place of ``nn.DataParallel``, whose first device holds more than the others.
 
-DataParallel gathers the outputs of all devices on the first one, which computes the loss and holds its gradients. With
-``DistributedDataParallel`` each device keeps its own part. It is advice, since a notebook is one process: the patched
-cells are a program to be started by ``torchrun``. Each process takes its part of every batch, so that a step sees the
-samples that it saw before; the loss of a step is the mean over the part of that process.
-
-The patch is the plain case: one wrapped model, loaders made in the cells for the training loops, and no device but the
-first named by its number. Everything else is refused.
+DataParallel gathers the outputs of all devices on the first one. With ``DistributedDataParallel`` each device keeps its
+own part. It is advice, since a notebook is one process: the patched cells are a program to be started by ``torchrun``,
+in which each process takes its part of every batch. The patch is the plain case: one wrapped model, loaders made in the
+cells for the training loops, and no device but the first named by its number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """An old model and its optimizer let go of before a cell that is run again builds the new ones.
 
-A name is bound when the new object is complete, so a second run of ``model = Net()`` needs room for two models, and an
-optimizer of before keeps the old one with all its state. The names are set to None right before the statement that
-binds the first of them, and reference cycles are collected.
-
-What the cell computes is the same bit for bit. Yet what is let go of cannot be brought back, should the new cell fail:
-it is deleted only when the user asks for it, with the names said beforehand. So it is offered as a change that is never
-made by itself. There is no live form: the names are to be free when the cell is run the next time as well.
+A name is bound when the new object is complete, so a second run of ``model = Net()`` needs room for two models. The
+names are set to None right before the statement that binds the first of them, and reference cycles are collected. What
+is let go of cannot be brought back, should the new cell fail: it is done only when the user asks for it, with the names
+said beforehand.
 """
 
 from __future__ import annotations
@@ -91,7 +88,6 @@ def _weights(value: Any) -> list[Any]:
 
 
 def _is_held_elsewhere(weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether another name leads to one of the parameters."""
     others = [(Root(name), value) for name, value in namespace.items() if is_users(name) and name not in names]
     walk = Walk()
     tensors = [tensor for found in (*walk.run(others), *walk.resume()) for tensor in found.tensors]

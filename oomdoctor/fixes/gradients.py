@@ -1,17 +1,14 @@
 """Gradients that are held no longer than they are needed.
 
 ``optimizer_in_backward``: a hook on each parameter runs the optimizer's own step on that parameter alone, as soon as
-its gradient is there, with the state and the options that it has, so its state, its schedulers and its checkpoints stay
-what they were. The results are the same bits where an optimizer treats each element by itself and the program uses
-gradients for the step alone: what clips, scales, sums up or reads them is refused. What looks at parameters or changes
-settings between the backward pass and the step is for the trial to find. A backward pass still needs no parameter that
-was stepped already: those that it does need are not stepped before. There is no patch: the hooks belong to the live
-parameters, and a cell that set them would set them anew each time that it is run.
+its gradient is there, with the state and the options that it has. The results are the same bits where an optimizer
+treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up or reads
+them is refused; what looks at parameters before the step is for the trial to find. There is no patch: a cell that set
+the hooks would set them anew each time that it is run.
 
 ``set_to_none``: ``zero_grad(set_to_none=False)`` keeps tensors of zeros as large as the parameters for the whole
-forward pass. Without them, the first gradient of a step is taken as it is and not added to zeros. The results differ in
-one case: a parameter that had a gradient before and gets none in a step is passed over by the optimizer and not stepped
-with zeros. While the changed code runs, a guard watches for that and refuses when it happens.
+forward pass. The results differ where a parameter that had a gradient gets none in a step: it is passed over and not
+stepped with zeros. While the changed code runs, a guard watches for that and refuses when it happens.
 
 Sources: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html,
 https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
@@ -56,7 +53,6 @@ _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDa
 
 @proposing
 def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where gradients took memory and nothing but the step uses them."""
     code = evidence.code
     loops = running_loops(evidence)
     if any("clip" in loop.order for loop in loops):
@@ -160,7 +156,6 @@ def tell_watchers(optimizer: Any, *, but: Any = None) -> None:
 
 
 def _check(session: Session) -> None:
-    """Refuse what can be seen before the cell runs."""
     if not session.optimizers:
         raise OomDoctorError("no optimizer was found among the notebook's objects")
     seen: set[int] = set()
@@ -226,7 +221,6 @@ def _keeps(call: ast.Call) -> bool:
 
 @proposing
 def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a call keeps the gradients and the census saw some."""
     sites_of(evidence, "set_to_none", _NOWHERE)
     if (incident.framework_frame or "").startswith("torch/optim/"):
         raise Unfit("memory ran out in the optimizer's step, where the gradients have to be there")
@@ -268,7 +262,6 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
 
 @refusing
 def _patch_none(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the gradients let go of where they are known to be kept."""
     sites = sites_of(evidence, "set_to_none", _NOWHERE)
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:

@@ -1,20 +1,16 @@
 """What waits in host memory while nobody reads it: tensors saved for the backward pass, and optimizer state.
 
-``save_on_cpu``: ``torch.autograd.graph.save_on_cpu`` packs every tensor that an operation saves. Plain copies come back
-with the same strides, so the same kernels run on the same numbers. Through page-locked memory the copies run beside the
-computation, but tensors come back contiguous; a kernel for another layout may round differently, so that dose promises
-same results up to rounding. In the source, the ``with`` stands around the statement of the cell that was running:
-whatever that calls, and however it trains. What the operations themselves need at a moment stays on the device.
+``save_on_cpu``: every tensor that an operation saves is packed. Plain copies come back with the same strides, so the
+same kernels run on the same numbers. Through page-locked memory the copies run beside the computation, but tensors come
+back contiguous, so that dose promises results up to rounding. In the source, the ``with`` stands around the statement
+of the cell that was running, whatever that calls.
 
 ``offload_optimizer_state``: Adam's two moments take twice the memory of the parameters, through every forward and
 backward pass in which nobody reads them. They are brought to the device before a step and taken back after it, bit for
-bit; the peak of the step itself stays what it was. Live, tensors change their memory and stay the objects that they
-are, and are back on the device on leaving. What is there at the beginning moves with the first forward pass, after
-those who watch optimizers (a snapshot that copies what is about to change) were told. In the source, two hooks stand
-where the optimizer is made; where an earlier cell made it and it has its state already, the live form alone is offered.
+bit. Live, tensors change their memory and stay the objects that they are, and are back on leaving. In the source, two
+hooks stand where the optimizer is made; one that an earlier cell made, with its state, is changed live alone.
 
-On machines whose device memory is the host's nothing is gained; the virtual accelerator knows what ``save_on_cpu``
-keeps for host memory.
+The virtual accelerator knows what ``save_on_cpu`` keeps for host memory.
 Source: https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu, and its ``pack_to_cpu``.
 """
 
@@ -77,7 +73,6 @@ _REGISTER: Final = """\
 
 @proposing
 def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose page-locked copies where the device is CUDA's, and plain ones."""
     code = evidence.code
     if code.grad_disabled:
         raise Unfit("gradients are off: nothing is kept for a backward pass")
@@ -103,7 +98,6 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
-    """Save in host memory whatever operations of this thread save for a backward pass."""
     from torch.autograd.graph import save_on_cpu
 
     with save_on_cpu(pin_memory=bool(dose["pin_memory"])):
@@ -122,7 +116,6 @@ def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return ``save_on_cpu`` around the statement of the failing cell that was running."""
     running = need(evidence.code.first("save_on_cpu"), "which statement of the cell was running is not known")
     if _HOOKED.search(cells.failing.source):
         raise Unfit("the code says already where saved tensors are kept")
@@ -154,7 +147,6 @@ def _bound(
 
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the census found state on the device and the memory ran out outside of a step."""
     state = need(evidence.census.bytes_of(Role.OPTIMIZER_STATE), "the census found no optimizer state on the device")
     if in_the_step(incident):
         raise Unfit("the memory ran out in the step itself, where the state has to be on the device")
@@ -258,7 +250,6 @@ def _on_device(data: Any, device: Any) -> Any:
 
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with hooks on the optimizers that it makes."""
     found = [_construction_sites.made(cells, facts) for facts in evidence.code.steppers]
     for one in need(found, "no optimizer was found among the notebook's objects"):
         if one.is_live(cells):

@@ -1,15 +1,9 @@
 """What Jittor keeps for itself: graphs that nobody has asked to be computed, blocks of its pools, 32 bits.
 
-``jittor_sync``: Jittor computes when a value is asked for. ``optimizer.backward`` asks for none, so that the graphs of
-all parts of an accumulation live on until ``step``, with what they save. ``jt.sync_all()`` after each part computes
-its gradients, and lets go of its graph. Operators that would have been fused are computed apart, which may round
-otherwise; the gradients of the programs of its test are the same bit for bit.
-
-``jittor_release``: its allocators keep what is freed. ``jt.gc()`` gives back what is not in use.
-
-``jittor_amp``: operators prefer 16 bits from the level on that ``auto_mixed_precision_level`` is set to.
-
-Steps in parts and evaluation without gradients are those of torch: see ``micro_batch`` and ``no_grad_eval``.
+``jittor_sync``: ``optimizer.backward`` asks for no value, so that the graphs of all parts of an accumulation live on
+until ``step``. ``jt.sync_all()`` after each part computes its gradients, and lets go of its graph; operators that would
+have been fused may round otherwise. ``jittor_release``: ``jt.gc()`` gives back what its allocators keep unused.
+``jittor_amp``: operators prefer 16 bits from a level of ``auto_mixed_precision_level`` on.
 
 Sources: optim.py, src/executor.cc, src/mem/allocator/sfrl_allocator.cc and src/var.cc of Jittor 1.3.11.
 """
@@ -72,7 +66,6 @@ def _memory(evidence: Evidence) -> JittorMemory:
 
 @proposing
 def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the graphs of several parts are alive."""
     memory = _memory(evidence)
     sites_of(evidence, "jittor_sync", _NO_PLACE)
     if not memory.operators:
@@ -84,8 +77,6 @@ def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @refusing
 def _patch_sync(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put ``jt.sync_all()`` behind each of these backward passes."""
-
     def change(parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
         name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
         changes: dict[cst.CSTNode, rewriting.New] = {}
@@ -101,7 +92,6 @@ def _patch_sync(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 @proposing
 def _propose_release(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the pools keep something."""
     kept = _memory(evidence).pool_unused
     if kept is None or kept < _LEAST:
         raise Unfit("Jittor's pools keep nothing that could be given back")
@@ -111,7 +101,6 @@ def _propose_release(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 
 @proposing
 def _propose_amp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it for what Jittor computes in 32 bits."""
     used = _memory(evidence).pool_used
     if not used or used < _LEAST:
         raise Unfit("Jittor's pools hold too little for 16 bits to matter")

@@ -1,24 +1,19 @@
 """Settings of the process, and switches of a library's pipeline, that are turned on.
 
 ``expandable_segments``: the allocator cannot join free pieces of different segments, nor give back a segment that is
-partly in use. With ``expandable_segments:True`` segments are mapped page by page and grow at their end. Values do not
-change. What that is worth, alone and beside other changes, the traces of dry runs tell, replayed with the setting.
-Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
-has no function for that the change is advice. The allocator parses its settings as a whole and forgets those that are
-not said again, so the others in force are said again each time. In the source it is the environment variable, in the
-cell that first imports anything from outside of Python's own library, before that, as it may bring torch: there it
-holds for the whole notebook from its next start on.
+partly in use; with this setting segments are mapped page by page and grow at their end. What that is worth, the traces
+of dry runs tell, replayed with it. Live, it is made at run time, for segments allocated from then on, and put back on
+exit; where torch has no function for that it is advice. The allocator forgets settings that are not said again, so
+those in force are said each time. In the source it is the environment variable, before the first import that may bring
+torch.
 
-``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open for as long
-as it lives; a loop that keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors
-are found by their name, and no descriptor stays. It is no help where /dev/shm is too small: both strategies keep the
-tensors there. Limits: if a process is killed, files may stay there until torch's own manager removes them.
+``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open; a loop that
+keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors are found by their name.
+It is no help where /dev/shm is too small. Limit: if a process is killed, files may stay there for a while.
 
-``library_slices``: a pipeline that the failing run calls is looked at, as those of diffusers, and the models that it
-holds: ``enable_slicing`` (images one by one), ``enable_attention_slicing`` (heads one by one),
-``enable_model_cpu_offload`` (each model on the device only while it runs); the doses turn on more and more of them.
-``library_tiles``: ``enable_tiling`` (an image in tiles, whose seams are blended: another image). What they save is told
-by a dry run alone; before it there is a guess.
+``library_slices``: the switches of a pipeline that the failing run calls, as those of diffusers, and of the models that
+it holds: images or heads one by one, each model on the device only while it runs; the doses turn on more and more of
+them. ``library_tiles``: an image in tiles, whose seams are blended. What they save is told by a dry run alone.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html; that ``PYTORCH_ALLOC_CONF`` did not reach the CUDA
 allocator in torch 2.9: https://github.com/pytorch/pytorch/issues/183387;
@@ -79,7 +74,6 @@ _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 @proposing
 def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it; it saves what could have served the request, had the free pieces of segments in use been one."""
     device = evidence.device
     if device.name.partition(":")[0] != "cuda":
         raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
@@ -179,7 +173,6 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
 
 @refusing
 def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         raise Unfit("a cell makes settings of the allocator already")
     history = cells.beside(cells.failing).history
@@ -217,7 +210,6 @@ def _imports(source: str) -> bool:
 
 @proposing
 def _propose_by_name(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where descriptors are what ran out."""
     check_host(incident)
     if evidence.code.sharing_strategy is None:
         raise Unfit("no tensors are handed between processes here")
@@ -246,7 +238,6 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
 
 @refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with the strategy set before all else."""
     for cell in cells.history:
         if _CHOOSES.search(cell.source):
             raise Unfit(f"{cell} sets the sharing strategy itself")
@@ -284,7 +275,6 @@ def _detect_switches(program: Program, objects: Objects) -> tuple[Site, ...]:
 def _propose_switches(
     kinds: Mapping[str, float], effect: Effect, caveat: str | None, incident: Incident, evidence: Evidence
 ) -> Iterator[Proposal]:
-    """Propose more and more of the switches that there are, mildest first."""
     sites = evidence.code.sites.get("library_slices", ())
     size = found_or_asked(incident, evidence)
     is_device = evidence.device.tensor_device != "cpu" and not evidence.device.simulated
@@ -309,7 +299,6 @@ def _propose_switches(
 
 @refusing
 def _patch_switches(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put a line for each switch behind the one that makes the pipeline."""
     sites = evidence.code.sites.get("library_slices", ())
     lines: dict[_Owner, str] = {}
     for call in str(dose["switches"]).split(", "):

@@ -1,18 +1,13 @@
 """Attention that writes out its scores exchanged for PyTorch's fused ``scaled_dot_product_attention``.
 
 Written out, attention holds batch x heads x length x length numbers several times over; a fused kernel holds none of
-them. Models of transformers bring a switch for it. Attention that the notebook writes itself is read statement by
-statement, with its scale, mask and dropout, and exchanged where each of them is known to mean what the kernel does;
-weights that are returned, kept or changed in another way forbid it. A model of an earlier cell is switched at the top
-of the failing one.
+them. Attention that the notebook writes itself is told by what is done: a product, a softmax of it, and a product with
+that; a function that also calls the fused kernel is taken to choose it. Models of transformers bring a switch; one of
+an earlier cell is switched at the top of the failing one.
 
-The results are equal up to rounding. Dropout of weights draws other random numbers than the layer did. Where a mask
-leaves a query nothing to attend to, the two differ: that is looked for while a change is tried, and refused. So is
-attention that PyTorch has no fused kernel for, as none of those for the CPU drops weights: it would be written out by
-PyTorch itself. Kernels take four dimensions (batch, heads, length, features); attention of three is left alone.
-
-It is told by what is done, not by names: a product, a softmax of it, and a product with that. A function that also
-calls the fused kernel is taken to choose it. Models of transformers are asked for such attention by a setting.
+The results are equal up to rounding. Dropout of weights draws other random numbers. Where a mask leaves a query nothing
+to attend to, the two differ: that is looked for while a change is tried, and refused. So is attention that PyTorch has
+no fused kernel for. Kernels take four dimensions (batch, heads, length, features); attention of three is left alone.
 """
 
 from __future__ import annotations

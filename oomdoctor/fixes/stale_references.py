@@ -1,18 +1,14 @@
 """What nobody needs any more let go of: shown results, the traceback of an earlier failure, PyTorch's unused cache.
 
 ``clear_output_cache``: ``Out[n]``, ``_n``, ``_``, ``__`` and ``___`` keep what the last line of a cell showed, a whole
-autograd graph included. Removed are just the entries that hold tensors and that the failing cell does not read; a name
-of the user's own for the same object is left alone. A semicolon behind the last line of a cell keeps its result out of
-the cache from the beginning.
+autograd graph included. Removed are the entries that hold tensors and that the failing cell does not read.
 
 ``release_traceback``: IPython and the interpreter keep the last failure for ``%debug`` and ``%tb``, and its frames keep
-every local variable that they had. The failure at hand is left alone, as it is still to be shown and is released by the
-retry. An exception that a name of the user's holds keeps its traceback too: that name is the user's to delete.
+every local variable that they had. The failure at hand is left alone, and an exception that a name of the user's holds.
 
-``release_cache``: the caching allocator gives its free segments back by itself before it fails, so ``empty_cache``
-never helps a tensor that PyTorch could not allocate. It does help what asks the driver: the handles and workspaces of
-cuBLAS and cuDNN, CuPy, JAX and TensorFlow in the same process. It is proposed for those alone, and where segments are
-wholly free. The cache fills again as the cell goes on, so this makes room for what is allocated once and early.
+``release_cache``: the caching allocator gives its free segments back by itself before it fails. What asks the driver
+does not have that: the handles and workspaces of cuBLAS and cuDNN, CuPy, JAX and TensorFlow. It is proposed for those
+alone, where segments are wholly free, and makes room for what is allocated once and early.
 
 What was let go of stays gone when the context is left: holding it to put it back would hold the memory.
 """
@@ -60,7 +56,6 @@ def _first(release: Callable[[Session], None]) -> Callable[[Session, Dose], Abst
 
 @proposing
 def _propose_outputs(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the census found tensors that the output cache alone keeps alive."""
     held = need(evidence.census.bytes_of(Role.OUTPUT_CACHE), "the output cache keeps no tensors alive")
     basis = f"measured: the census found {format_size(held)} that only the output cache keeps"
     yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
@@ -114,7 +109,6 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _patch_outputs(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Refuse, and say what would keep the results out of the cache from the beginning."""
     paths = [one.path for one in evidence.census.holdings if one.role is Role.OUTPUT_CACHE]
     shown = sorted({f"In[{match[1]}]" for path in paths if (match := _ENTRY.match(path))})
     where = " and ".join(shown) or "the cell that showed it"
@@ -126,7 +120,6 @@ _LAST_FAILURE: Final = ("last_exc", "last_type", "last_value", "last_traceback")
 
 @proposing
 def _propose_traceback(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose to let go where the census found tensors in the frames of an earlier failure."""
     held = need(evidence.census.bytes_of(Role.TRACEBACK), "no earlier traceback keeps tensors alive")
     basis = f"measured: the census found {format_size(held)} in the frames of an earlier failure"
     yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
@@ -191,7 +184,6 @@ _CLEARS: Final = re.compile(r"\bempty_cache\(")
 
 @proposing
 def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where something beside PyTorch's allocator was refused and PyTorch holds free segments."""
     why = "PyTorch's allocator gives its unused cache back by itself before it fails"
     asker, device = need(_BESIDE.get(incident.family), why), evidence.device
     kind = device.name.partition(":")[0]
@@ -210,7 +202,6 @@ def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @refusing
 def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Clear the cache at the start of the failing cell."""
     cell = cells.failing
     if _CLEARS.search(cell.source):
         raise Unfit("the cell empties the cache already")
