@@ -43,7 +43,7 @@ def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
         if literal(step) is not None:
             return _literal_slices(place, loop, step)
         named = book.numbers(step, place)
-        return tuple(need(named or None, f"`{ast.unparse(step)}` is not set by a number in the cells"))
+        return tuple(need(named, f"`{ast.unparse(step)}` is not set by a number in the cells"))
     return _of_name(book, place, loop, facts)
 
 
@@ -122,10 +122,8 @@ def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]
     numbers: list[Number] = []
     for call, place in loaders:
         size, there = _size(book, call, place)
-        found = book.numbers(size, there)
-        if not found:
-            raise Unfit(f"the batch size of `{text}`, `{ast.unparse(size)}`, is not set by a number in the cells")
-        numbers += found
+        why = f"the batch size of `{text}`, `{ast.unparse(size)}`, is not set by a number in the cells"
+        numbers += need(book.numbers(size, there), why)
     return tuple({id(number.node): number for number in numbers}.values())
 
 
@@ -224,7 +222,7 @@ def sizes_of_fit(book: Book) -> tuple[Number, ...]:
         if given and (found := loader_sizes(book, given[0], book.place(page, call))) is not None:
             return found
     methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
-    returned = [(p, m, r.value) for p, m in methods for r in ast.walk(m) if isinstance(r, ast.Return) and r.value]
+    returned = [(page, method, value) for page, method in methods for value in _returned(method, None)]
     why = "what made the loader that `fit` goes through was not found in the cells"
     if len(returned) != 1:
         raise Unfit(why)
@@ -246,22 +244,19 @@ def fixed_schedule(book: Book) -> str | None:
 
 
 def takes_fixed_steps(loops: Sequence[TrainingLoop]) -> bool:
-    """Return whether loops take as many steps as are written down, however small their batches."""
+    """Whether loops take as many steps as are written down, however small their batches."""
     return all(re.fullmatch(r"t?range\(\d+(, \d+)?\)", loop.loader) for loop in loops)
 
 
 def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -> Iterator[Proposal]:
-    """Propose batches of a whole part of ``size`` samples.
+    """Propose batches of a whole part of ``size`` samples, of ``least`` at least.
 
     Args:
         scales: bytes that grow with the batch.
-        least: samples that a batch must keep.
         is_fixed: as many steps are taken as before.
     """
     parts = [one for one in _DIVISORS if size % one == 0 and size // one >= least]
-    if not parts:
-        raise Unfit(f"a batch of {size} samples has no half")
-    for one in parts:
+    for one in need(parts, f"a batch of {size} samples has no half"):
         fixed = f"the loop takes as many steps as before, so it sees 1/{one} of the samples"
         steps = fixed if is_fixed else f"the same samples take {one} times as many steps"
         yield Proposal(
