@@ -21,6 +21,7 @@ from oomdoctor.fixes._preconditions import (
     found_or_asked,
     layer,
     model_facts,
+    need,
     proposing,
     refusing,
 )
@@ -43,6 +44,7 @@ _KEPT_RATIO: Final = 2 / 34
 _FORWARD_SHARE: Final = 1 / 3
 """A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
 
+_NO_PARTS: Final = "no model was found with parts that keep more than their input"
 _SWITCHES: Final = frozenset(
     {"activation_checkpointing_enable", "gradient_checkpointing_enable", "set_grad_checkpointing"}
 )
@@ -56,15 +58,11 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     if code.grad_disabled:
         raise Unfit("gradients are off: nothing is kept for a backward pass")
-    models = _trained(code)
-    if not models:
-        raise Unfit("no model was found with parts that keep more than their input")
+    models = need(_trained(code), _NO_PARTS)
     if all(model.switches and not model.training for model in models):
         raise Unfit(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
     check_short(incident, evidence)
-    activations = found_or_asked(incident, evidence)
-    if not activations:
-        raise Unfit("no activations were found that recomputing could save")
+    activations = need(found_or_asked(incident, evidence), "no activations were found that recomputing could save")
     # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
     switched = any(model.switches for model in models) or _trainers.owner(code, "checkpoint_blocks")
     parts = [] if switched else [(model, part) for model in models for part in model.segments]
@@ -88,9 +86,7 @@ def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> Iterator[Prop
     """Return the cheapest parts for more and more bytes, where a dry run has told what each of them keeps."""
     by_type = {(model.type_name, model.parameter_bytes): model for model in models}
     found = choices([row for row in evidence.modules if row.model in by_type])
-    if not found:
-        raise Unfit("what the calls of its modules keep is their input and output alone")
-    for choice, saves in found:
+    for choice, saves in need(found, "what the calls of its modules keep is their input and output alone"):
         yield Proposal(
             dose=_dose([(by_type[part.model], part.name) for part in choice.parts]),
             effect=Effect.EXACT,
@@ -131,8 +127,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
             texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
             lines[model] = f"{name}({model.path}, {texts})\n"
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
-    if not lines:
-        raise Unfit("no model was found with parts that keep more than their input")
+    need(lines, _NO_PARTS)
     return placed(cells, lines.items(), imports)
 
 
