@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError, UsageError
-from oomdoctor.fixes._own_generators import generator_marks
 from oomdoctor.objects.kinds import submodules
+from oomdoctor.objects.rng import generator_marks
 
 _DIMENSIONS: Final = 4
 """Batch, heads, length and features: what the kernels take."""
