@@ -39,8 +39,7 @@ class Call:
         target: the one name that the statement binds, None where it binds none or several.
         around: the function or class at the top level of the cell that it stands in.
         name: the class's own name.
-        bound_in: the cell that binds the object's name, where it is not the one with the call.
-        bound_by: the statement there.
+        bound_in: the cell that binds the object's name, where that is another one; ``bound_by``: the statement there.
     """
 
     cell: Cell
@@ -145,15 +144,14 @@ def exchanged(
     edits = list[Edit | Refused]()
     for number in dict.fromkeys(one.cell.number for one in new):
         here = [one for one in new if one.cell.number == number]
-        parsed = here[0].parsed
-        module = import_lines.insert_at_top(
-            parsed, exchange(parsed.module, {one.node: new[one] for one in here}), imports
-        )
+        cell, parsed = here[0].cell, here[0].parsed
+        module = exchange(parsed.module, {one.node: new[one] for one in here})
+        module = import_lines.insert_at_top(parsed, module, imports)
         if live is None:
-            edits.append(advised(here[0].cell, parsed, module))
+            edits.append(advised(cell, parsed, module))
         else:
             lines = [line for one in here for line in live.get(one, ())]
-            edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
+            edits.append(rewriting.edit(cells, cell, parsed, module, lines or None))
     return rewriting.join(cells, edits)
 
 
@@ -212,7 +210,7 @@ def placed(cells: Cells, lines: Iterable[tuple[Owner, str]], imports: Sequence[s
     """Return the patch that runs each line where its owner has just been made or handed over."""
     places: dict[int, list[tuple[_Place, str]]] = {}
     for owner, line in lines:
-        place = need(_in_function(cells, owner) if owner.scope is not None else _at_top(cells, owner.path))
+        place = _in_function(cells, owner) if owner.scope is not None else _at_top(cells, owner.path)
         places.setdefault(place.cell.number, []).append((place, line))
     edits = []
     for found in places.values():
@@ -249,10 +247,10 @@ def _at_top(cells: Cells, path: str) -> _Place:
         before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
         if (bound := last_binding(text, root, bound_before=before)) is not None:
             return _Place(cell, text, bound.whole)
-        functions = [one for one in _functions(text) if root in _globals_of(one)]
-        inner = [found for one in functions if (found := last_binding(text, root, function=one)) is not None]
-        if inner:
-            return _Place(cell, text, inner[-1].whole, in_function=True)
+        for function in reversed(_functions(text)):
+            names = [name for one in own_nodes(function.body) if isinstance(one, ast.Global) for name in one.names]
+            if root in names and (bound := last_binding(text, root, function=function)) is not None:
+                return _Place(cell, text, bound.whole, in_function=True)
     return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
 
 
@@ -275,10 +273,6 @@ def _in_function(cells: Cells, model: Owner) -> _Place:
 
 def _functions(text: rewriting.ParsedCell) -> list[ast.FunctionDef]:
     return [one for one in ast.walk(text.tree) if isinstance(one, ast.FunctionDef)]
-
-
-def _globals_of(function: ast.FunctionDef) -> set[str]:
-    return {name for one in own_nodes(function.body) if isinstance(one, ast.Global) for name in one.names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -187,6 +187,12 @@ def running_loops(evidence: Evidence) -> list[TrainingLoop]:
     return need(loops, "no training loop was found in what the cell runs")
 
 
+def passing(incident: Incident, evidence: Evidence, *, batch: bool = True) -> int:
+    """Return the bytes of what grows with the inputs: activations, the batch itself, and what was asked for."""
+    held = evidence.census.bytes_of(Role.ACTIVATION) + (evidence.census.bytes_of(Role.BATCH) if batch else 0)
+    return held + (incident.requested or 0)
+
+
 def found_or_asked(incident: Incident, evidence: Evidence) -> int:
     """Return the bytes of activations that were found, or those of the request where a model may have made it.
 

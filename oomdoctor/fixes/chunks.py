@@ -38,6 +38,7 @@ from oomdoctor.fixes._preconditions import (
     found_or_asked,
     in_parts_of,
     need,
+    passing,
     proposing,
     refusing,
     takes_note,
@@ -95,7 +96,7 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     _check_without_gradients(evidence.code)
     _check_apart(_models(evidence))
-    size = need(evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0), _NOTHING)
+    size = need(passing(incident, evidence, batch=False), _NOTHING)
     counts = fitting(_CHUNKS_OF_PREDICTIONS, evidence)
     yield from in_parts_of(counts, "chunks", size, "activations and request", each=_OVERHEAD)
 

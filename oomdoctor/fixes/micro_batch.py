@@ -31,6 +31,7 @@ from oomdoctor.fixes._preconditions import (
     in_parts_of,
     model_facts,
     need,
+    passing,
     proposing,
     refusing,
     why_no_parts,
@@ -38,7 +39,6 @@ from oomdoctor.fixes._preconditions import (
 from oomdoctor.fixes.ddp_memory import DDP
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.memory import Role
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
@@ -119,8 +119,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     for loop in loops:
         check(why_no_parts(code, loop))
     check_short(incident, evidence)
-    activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    splittable = activations + (incident.requested or 0) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
+    splittable = passing(incident, evidence) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
     need(splittable, "no activations were found that splitting the batch could save")
     counts = fitting(_PARTS, evidence)
     yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=_OVERHEAD)

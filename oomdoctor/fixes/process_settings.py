@@ -29,7 +29,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
@@ -68,7 +68,6 @@ _NEAR: Final = 0.8
 
 _TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|set_sharing_strategy", re.IGNORECASE)
 """Source: torch/utils/data/dataloader.py; multiprocessing/reduction.py."""
-
 _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 
@@ -96,10 +95,10 @@ def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Prop
 
 def _fragments(incident: Incident, device: DeviceMemory) -> tuple[int, str]:
     """Return the unused bytes that would have served the request, had they been in one piece, and how that is known."""
-    split, requested = device.inactive_split, incident.requested
+    split, requested = device.inactive_split, incident.requested or 0
     if isinstance(split, Unavailable):
         return 0, f"whether the pool is fragmented is not known: {split.reason}"
-    if requested is None or requested <= _SMALL or split < requested:
+    if requested <= _SMALL or split < requested:
         return 0, "the pool is not fragmented: its free pieces together would not have served the request"
     if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
         return 0, "the pool is not fragmented: one of its free blocks would have served the request"
@@ -108,11 +107,10 @@ def _fragments(incident: Incident, device: DeviceMemory) -> tuple[int, str]:
 
 def _variable() -> str:
     """Return the environment variable that the allocator of the installed torch reads."""
-    try:
-        numbers = re.findall(r"\d+", version("torch"))[:2]
-    except PackageNotFoundError:
-        return _VARIABLES[0]
-    return _VARIABLES[2] if tuple(map(int, numbers)) >= _HONOURED else _VARIABLES[0]
+    with suppress(PackageNotFoundError):
+        if tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) >= _HONOURED:
+            return _VARIABLES[2]
+    return _VARIABLES[0]
 
 
 def _setter() -> Callable[[str], Any] | None:
@@ -199,9 +197,9 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
 
 
 def _binds_os(source: str) -> bool:
-    """Return whether a cell binds the name other than by an import, or deletes it."""
-    names = (node for node in ast.walk(tree_of(source) or ast.Module([], [])) if isinstance(node, ast.Name))
-    return any(node.id == "os" and not isinstance(node.ctx, ast.Load) for node in names)
+    """Whether a cell binds the name other than by an import, or deletes it."""
+    nodes = ast.walk(tree_of(source) or ast.Module([], []))
+    return any(isinstance(node, ast.Name) and node.id == "os" and not isinstance(node.ctx, ast.Load) for node in nodes)
 
 
 def _imports(source: str) -> bool:
@@ -211,9 +209,7 @@ def _imports(source: str) -> bool:
 @proposing
 def _propose_by_name(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
-    if evidence.code.sharing_strategy is None:
-        raise Unfit("no tensors are handed between processes here")
-    if evidence.code.sharing_strategy == _BY_NAME:
+    if need(evidence.code.sharing_strategy, "no tensors are handed between processes here") == _BY_NAME:
         raise Unfit("tensors are handed between processes by file name already")
     why = "descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy"
     basis = need(_basis(incident, evidence), why)
@@ -293,8 +289,7 @@ def _propose_switches(
             basis=f"a guess: {len(on)} of {len(on) + 1} parts of what was found and asked for",
             caveat=caveat,
         )
-    if not on:
-        raise Unfit("the failing cell calls no pipeline that has switches to save memory")
+    need(on, "the failing cell calls no pipeline that has switches to save memory")
 
 
 @refusing

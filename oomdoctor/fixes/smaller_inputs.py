@@ -27,6 +27,7 @@ from oomdoctor.fixes._preconditions import (
     layer,
     model_facts,
     need,
+    passing,
     proposing,
     refusing,
     running_loops,
@@ -92,8 +93,7 @@ def _propose_batch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     size = need(_samples(evidence, loops), why)
     if size == 1:
         raise Unfit("the batch has one sample: it cannot be smaller")
-    scales = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    scales = need(scales + (incident.requested or 0), "no activations were found that a smaller batch could save")
+    scales = need(passing(incident, evidence), "no activations were found that a smaller batch could save")
     yield from smaller(size, scales, is_fixed=takes_fixed_steps(loops))
 
 
@@ -159,8 +159,7 @@ def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
 
 def _scales(incident: Incident, evidence: Evidence) -> int:
     check_training(evidence)
-    scales = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
-    return need(scales, "no activations were found that smaller inputs could save")
+    return need(passing(incident, evidence, batch=False), "no activations were found that smaller inputs could save")
 
 
 @proposing
