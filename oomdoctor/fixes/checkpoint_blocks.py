@@ -124,7 +124,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         if model.switches and "every" in asked:
             lines[model] = _switch(model, dose.number("every"))
         elif chosen := _chosen(model, asked):
-            texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
+            texts = ", ".join(f'"{part}"' for part in chosen)
             lines[model] = f"{name}({model.path}, {texts})\n"
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
     need(lines, _NO_PARTS)
@@ -132,15 +132,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 
 def _chosen(model: ModelFacts, asked: dict[str, Value]) -> list[str]:
-    if "every" in asked:
-        return list(model.segments[:: int(asked["every"])])
-    named = (text.partition(":") for text in str(asked["modules"]).split(", "))
-    return [part for path, _, part in named if path == model.path]
-
-
-def _shortened(model: ModelFacts, chosen: Sequence[str]) -> list[str]:
     """Return the parts as they are written: all blocks of a container as ``blocks.*``."""
-    texts = list(chosen)
+    named = (text.partition(":") for text in str(asked.get("modules", "")).split(", "))
+    texts = [part for path, _, part in named if path == model.path]
+    texts = list(model.segments[:: int(asked["every"])]) if "every" in asked else texts
     for container in model.blocks:
         within = [part for part in model.segments if re.fullmatch(rf"{re.escape(container)}\.\d+", part)]
         if len(within) > 1 and set(within) <= set(texts):

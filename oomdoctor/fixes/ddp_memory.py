@@ -112,7 +112,10 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
             line = next(one.strip() for one in code.splitlines() if kept[0] in one)
             raise Unfit(f"`{line}` may hold on to a gradient, which as a view would change with the next step")
     known = {one.path for one in evidence.code.replicas}
-    told = {one: _with_views(one) for one in found}
+    told = {one: _construction_sites.with_keyword(one.node, _VIEW, "True") for one in found}
+    for one, text in ((one, _construction_sites.keyword_text(one.node, _VIEW)) for one in found):
+        if text not in (None, "True", "False"):
+            raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
     live = dict[_construction_sites.Call, list[str]]()
     for one in (one for one in found if one.around is None and one.is_live(cells)):
         if one.target is None or one.target not in known:
@@ -121,13 +124,6 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
         live[one] = [f"{one.target} = {text_of(anew)}"]
     return _construction_sites.exchanged(cells, told, live=live)
-
-
-def _with_views(one: _construction_sites.Call) -> cst.Call:
-    text = _construction_sites.keyword_text(one.node, _VIEW)
-    if text not in (None, "True", "False"):
-        raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
-    return one.node if text == "True" else _construction_sites.with_keyword(one.node, _VIEW, "True")
 
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"

@@ -42,7 +42,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     same thing alive.
     """
     namespace, line = objects.namespace, objects.line
-    top = next((s for s in program.scopes if s.cell == program.failing and s.function is None), None)
+    top = next((one for one in program.scopes if one.cell == program.failing and one.function is None), None)
     source = program.masked[program.failing].text
     if line is None or top is None or is_in_definition(source, line):
         return ()
@@ -133,10 +133,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 @contextmanager
 def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Have oomdoctor itself let go of the named objects, which it would keep alive while the cell runs.
-
-    That is not undone on exit: the user asked for the objects to be deleted, and holding them would hold the memory.
-    """
+    """Have oomdoctor itself let go, for good, of the named objects, which it would keep alive while the cell runs."""
     names = set(str(dose["names"]).split(", "))
     # A snapshot cannot refer weakly to this mapping, so that the moments would outlive their optimizer.
     for state in [optimizer.state for path, optimizer in session.optimizers if path in names]:

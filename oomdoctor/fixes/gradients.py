@@ -95,8 +95,7 @@ def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
 class _Early:
     """One optimizer whose parameters are stepped as their gradients come.
 
-    Attributes:
-        stepped: the parameters that were, for which the program's own call of ``step`` is still to come.
+    Those in ``stepped`` were, and the program's own call of ``step`` for them is still to come.
     """
 
     def __init__(self, path: str, optimizer: Any) -> None:
@@ -206,17 +205,13 @@ _KEEPING: Final = m.Call(
 
 def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find each ``zero_grad`` that fills gradients with zeros and does not free them."""
-    return tuple(
-        site("zeroed", scope, node)
-        for scope in ground(program).reach
-        for node in own_nodes(scope.body)
-        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "zero_grad" and _keeps(node)
-    )
-
-
-def _keeps(call: ast.Call) -> bool:
-    values = [one.value for one in call.keywords if one.arg == "set_to_none"] + call.args[:1]
-    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+    sites: list[Site] = []
+    for scope, node in ((reached, node) for reached in ground(program).reach for node in own_nodes(reached.body)):
+        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "zero_grad":
+            values = [one.value for one in node.keywords if one.arg == "set_to_none"] + node.args[:1]
+            if any(isinstance(value, ast.Constant) and value.value is False for value in values):
+                sites.append(site("zeroed", scope, node))
+    return tuple(sites)
 
 
 @proposing

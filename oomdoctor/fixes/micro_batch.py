@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -163,11 +164,8 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], do
     for several in blocks.values():
         each = ((one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several))
         changes[block_at(parsed, several[0])] = partial(_rewritten, list(each))
-    module = import_lines.insert_at_top(
-        parsed,
-        rewriting.exchange(parsed.module, changes),
-        [import_lines.source_of("oomdoctor", name, names[name]) for name in used],
-    )
+    imports = [import_lines.source_of("oomdoctor", name, names[name]) for name in used]
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
     return rewriting.edit(cells, cell, parsed, module)
 
 
@@ -191,12 +189,11 @@ def _writer(
     check(why_no_parts(code, facts))
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
-    cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
+    is_more = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
     ddp = _replica(cells, region, [text for text, kind in known.models.items() if kind == DDP])
-    cuts = cuts or bool(given.get("draws") or ddp) or _draws(code, facts)
-    ending = ""
+    cuts, ending = is_more or bool(given.get("draws") or ddp) or _draws(code, facts), ""
     if import_lines.framework_of(cells) == "jittor":
-        if step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain:
+        if is_more:
             raise Unfit("the batch is more than a few variables of Jittor's")
         cuts, ending = False, f"{need(import_lines.library_name(cells, 'jittor'))[0]}.sync_all()"
     joins = bool(step.carried or (step.dim and step.gathered))
@@ -235,29 +232,14 @@ def facts_of(program: Program, code: CodeFacts, region: Region) -> TrainingLoop:
     for loop in code.loops:
         if loop.cell == scope.cell and loop.line <= line <= (loop.end_line or loop.line):
             return loop
-    return TrainingLoop(
-        cell=scope.cell,
-        line=line,
-        function=scope.tail or None,
-        in_failing_run=True,
-        loader="",
-        batch=(),
-        models=(),
-        optimizers=(),
-        loss=None,
-        loss_call=None,
-        order=(),
-        stands_for=tuple(program.given(scope).items()),
-    )
+    given = tuple(program.given(scope).items())
+    return TrainingLoop(cell=scope.cell, line=line, function=scope.tail or None, in_failing_run=True, stands_for=given)
 
 
 def known_names(book: Book, program: Program, code: CodeFacts, region: Region, dim: int | None = None) -> Split:
-    """Collect what is known of the names in a region.
+    """Collect what is known of the names in a region; ``dim`` is None where the dimension of the batch is guessed.
 
     A name that the region's function binds itself hides the object that the namespace has under it.
-
-    Args:
-        dim: the dimension of the batch, None where it is to be guessed.
     """
     facts = facts_of(program, code, region)
     trees = [page.tree for page in book.pages]
@@ -268,10 +250,9 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     texts = _called(region)
     known = {text: model_facts(code, facts, text) for text in (*facts.models, *texts) if text not in local}
     models = {text: known.get(text) for text in (*facts.models, *texts) if text in facts.models or known.get(text)}
-    losses_known = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}
-    attributes = {name: form for one in trees for name, form in _constructed(one).items() if "." in name}
-    constructed = _constructed(scope)
-    losses = {**attributes, **(losses_known | constructed if function else constructed | losses_known)}
+    losses = {name: form for one in trees for name, form in _constructed(one).items() if "." in name}
+    there = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}
+    losses |= there | _constructed(scope) if function else _constructed(scope) | there
     functions = {n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local}
     owned = {f"self.{one.tail}": one.function for one in program.scopes if one.owner}
     bodies = {one.name: one.function for one in program.scopes}
@@ -321,34 +302,22 @@ def _named_otherwise(book: Book, code: CodeFacts, program: Program, region: Regi
     if not region.function:
         yield from (model.path for model in code.models)
         yield from (path for path, _ in code.optimizers)
-    yield from _constants(book, program, region)
-
-
-def _constants(book: Book, program: Program, region: Region) -> Iterator[str]:
-    """Yield the names that stand for a number or a text in all that the program shows."""
     given = program.given(region.scope)
     place = book.place(book.page(region.scope.cell), region.block[region.start])
     for name in {one for unit in region.body for one in reads(unit)} - {n for u in region.body for n in bound_by(u)}:
-        try:
-            node = ast.parse(given.get(name, name), mode="eval").body
-        except SyntaxError:
-            continue
-        values: list[ast.expr] = [node] if isinstance(node, ast.Constant) else []
-        if isinstance(node, ast.Name):
-            values = [value for value, _ in book.values(node.id, place)]
+        text = given.get(name, name)
+        values = [value for value, _ in book.values(text, place)] if text.isidentifier() else []
+        with suppress(SyntaxError):
+            values = values or [ast.parse(text, mode="eval").body]
         if values and all(isinstance(value, ast.Constant) for value in values):
             yield name
 
 
 def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
-    known = {
-        facts.path: LossForm(
-            name=facts.type_name,
-            reduction=facts.reduction or "",
-            ignored=None if facts.ignore_index is None else str(facts.ignore_index),
-        )
-        for facts in code.losses
-    }
+    known = {}
+    for one in code.losses:
+        ignored = None if one.ignore_index is None else str(one.ignore_index)
+        known[one.path] = LossForm(name=one.type_name, reduction=one.reduction or "", ignored=ignored)
     return known | {name: known[path] for name, path in loop.stands_for if path in known}
 
 
