@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, need, refusing
+from oomdoctor.fixes._refusals import Unfit, need, refusing
 from oomdoctor.model import Cell, Cells, Edit
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.fixes._refusals import Unfit, need
 from oomdoctor.model import Cells, Dose, Effect, Proposal
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.sizes import format_size

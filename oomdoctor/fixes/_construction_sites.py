@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, need, root_of
+from oomdoctor.fixes._refusals import Unfit, need, root_of
 from oomdoctor.model import Cell, Cells, Edit, Patch, Refused
 from oomdoctor.model.code import OptimizerFacts, TrainingLoop
 from oomdoctor.program import arguments, import_lines, rewriting

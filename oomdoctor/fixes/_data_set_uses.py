@@ -15,7 +15,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._construction_sites import last_name
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit
 from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within

@@ -33,7 +33,7 @@ from oomdoctor.fixes._micro_statements import (
     units_of,
 )
 from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called, scalar_names
-from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.fixes._refusals import Unfit, need
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first

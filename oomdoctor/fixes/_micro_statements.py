@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.fixes._micro_values import called
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit
 from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import arguments_of, blocks_of

@@ -10,7 +10,7 @@ import libcst as cst
 
 from oomdoctor.fixes._micro_plan import Step
 from oomdoctor.fixes._micro_values import Shape
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound

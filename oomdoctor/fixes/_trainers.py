@@ -20,17 +20,8 @@ from typing import Final, NamedTuple, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check,
-    check_short,
-    in_parts_of,
-    kind_of_device,
-    layer,
-    need,
-    passing,
-    refusing,
-)
+from oomdoctor.fixes._preconditions import check_short, kind_of_device, layer, passing
+from oomdoctor.fixes._refusals import Unfit, check, in_parts_of, need, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.sizes import format_size

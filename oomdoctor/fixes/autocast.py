@@ -24,17 +24,8 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._construction_sites import StepLines, preceded, runs, step_lines
-from oomdoctor.fixes._preconditions import (
-    ROUNDS,
-    Unfit,
-    check_training,
-    kind_of_device,
-    native,
-    need,
-    proposing,
-    refusing,
-    running_loops,
-)
+from oomdoctor.fixes._preconditions import ROUNDS, check_training, kind_of_device, native, running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.sizes import format_size

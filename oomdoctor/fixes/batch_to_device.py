@@ -17,7 +17,8 @@ import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._preconditions import Unfit, check_host_room, need, proposing, refusing, root_of, sites_of
+from oomdoctor.fixes._preconditions import check_host_room
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size

@@ -15,17 +15,9 @@ from typing import Final
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._construction_sites import placed
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_short,
-    found_or_asked,
-    layer,
-    model_facts,
-    need,
-    proposing,
-    refusing,
-)
+from oomdoctor.fixes._preconditions import check_short, found_or_asked, layer, model_facts
 from oomdoctor.fixes._recompute_choice import choices
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.fix import Value

@@ -29,20 +29,14 @@ from oomdoctor.fixes._construction_sites import placed
 from oomdoctor.fixes._preconditions import (
     HELD,
     NUMBER_BYTES,
-    Unfit,
-    check,
     check_short,
     check_training,
     couples,
-    fitting,
     found_or_asked,
-    in_parts_of,
-    need,
     passing,
-    proposing,
-    refusing,
     takes_note,
 )
+from oomdoctor.fixes._refusals import Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts

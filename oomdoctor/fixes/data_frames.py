@@ -19,7 +19,8 @@ from typing import Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword
-from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
+from oomdoctor.fixes._preconditions import asking_line, check_host, is_opened
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.fixes.host_loads import calls_in_line
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.sizes import format_size

@@ -29,7 +29,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
-from oomdoctor.fixes._preconditions import Unfit, in_the_step, layer, need, proposing, refusing
+from oomdoctor.fixes._preconditions import in_the_step, layer
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.fixes.gradients import ELEMENTWISE
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session
 from oomdoctor.model.code import ModelFacts, ReplicaFacts

@@ -19,7 +19,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import changed, preceded
-from oomdoctor.fixes._preconditions import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import hangs_on
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size

@@ -18,7 +18,7 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _construction_sites, ddp_memory
 from oomdoctor.fixes._construction_sites import keyword_text, preceded, with_keyword
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cell, Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.memory import Census

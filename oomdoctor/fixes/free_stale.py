@@ -15,7 +15,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import changed, preceded
-from oomdoctor.fixes._preconditions import Unfit, listed, need, proposing, refusing, root_of, sites_of
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.memory import LASTING
 from oomdoctor.model.sizes import format_size

@@ -28,7 +28,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing, running_loops, sites_of
+from oomdoctor.fixes._preconditions import running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refused, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import submodules

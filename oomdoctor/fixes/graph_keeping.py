@@ -24,7 +24,8 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, under
-from oomdoctor.fixes._preconditions import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import found_or_asked
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.sizes import format_size

@@ -27,7 +27,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._construction_sites import keyword
-from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
+from oomdoctor.fixes._preconditions import asking_line, check_host, is_opened
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects

@@ -26,16 +26,8 @@ import libcst as cst
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
 from oomdoctor.fixes._construction_sites import changed, under
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_host_room,
-    check_not_stepping,
-    found_or_asked,
-    in_the_step,
-    need,
-    proposing,
-    refusing,
-)
+from oomdoctor.fixes._preconditions import check_host_room, check_not_stepping, found_or_asked, in_the_step
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.fixes.gradients import tell_watchers
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, native, need, proposing, refusing, root_of
+from oomdoctor.fixes._preconditions import native
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of
 from oomdoctor.fixes.gradients import tell_watchers
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.code import CodeFacts

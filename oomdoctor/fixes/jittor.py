@@ -18,7 +18,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import changed
-from oomdoctor.fixes._preconditions import Unfit, check_training, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import check_training
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.memory import JittorMemory
 from oomdoctor.model.sizes import MIB, format_size

@@ -22,7 +22,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
-from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing, root_of
+from oomdoctor.fixes._preconditions import check_host
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.incident import Family

@@ -23,20 +23,8 @@ from oomdoctor.fixes import _construction_sites, _trainers
 from oomdoctor.fixes._micro_plan import Split, plan
 from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check,
-    check_short,
-    check_training,
-    fitting,
-    in_parts_of,
-    model_facts,
-    need,
-    passing,
-    proposing,
-    refusing,
-    why_no_parts,
-)
+from oomdoctor.fixes._preconditions import check_short, check_training, model_facts, passing, why_no_parts
+from oomdoctor.fixes._refusals import Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.ddp_memory import DDP
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._preconditions import Unfit, hangs_on, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import hangs_on
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects

@@ -25,7 +25,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes import _construction_sites, _trainers
-from oomdoctor.fixes._preconditions import Unfit, in_the_step, kind_of_device, need, proposing, refusing
+from oomdoctor.fixes._preconditions import in_the_step, kind_of_device
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.sizes import format_size

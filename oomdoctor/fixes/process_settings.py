@@ -38,7 +38,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._construction_sites import changed, placed
-from oomdoctor.fixes._preconditions import Unfit, check_host, found_or_asked, need, proposing, refusing
+from oomdoctor.fixes._preconditions import check_host, found_or_asked
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session
 from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.session import Simulated

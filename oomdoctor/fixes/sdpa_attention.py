@@ -27,7 +27,8 @@ import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
 from oomdoctor.fixes._construction_sites import changed
-from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
+from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, check_short
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size

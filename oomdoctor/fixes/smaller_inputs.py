@@ -21,17 +21,8 @@ import libcst as cst
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._batch_sizes import fixed_schedule, sizes_of, smaller, takes_fixed_steps
 from oomdoctor.fixes._construction_sites import step_lines
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_training,
-    layer,
-    model_facts,
-    need,
-    passing,
-    proposing,
-    refusing,
-    running_loops,
-)
+from oomdoctor.fixes._preconditions import check_training, layer, model_facts, passing, running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.memory import Holding

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from oomdoctor.fixes._construction_sites import changed
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refused, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session, Unavailable
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Role
