@@ -77,8 +77,7 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...]:
     for cell in (one for one in cells.history if mentions.search(one.source)):
         parsed = need(rewriting.read(cell.source))
         for node in (one for one in within(parsed.module, cst.Call) if last_name(one) in own):
-            line = parsed.lines_of(node)[0]
-            path = need(rewriting.path_to(parsed, line), f"line {line} of {cell} calls it outside of a statement")
+            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
             one = _call(cell, parsed, node, path, own[last_name(node)])
             key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
             found.pop(key, None)
