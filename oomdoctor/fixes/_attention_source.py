@@ -147,11 +147,7 @@ def _check_unused(function: ast.stmt, reader: _Reader, last: ast.stmt, product: 
 
 
 class _Reader:
-    """Follows statements and remembers which names hold scores and weights, and by which ``steps`` they are made.
-
-    Attributes:
-        names: all that hold some anywhere; ``why``: what ended the reading of the last product.
-    """
+    """Follows statements and remembers which names hold scores and weights, and by which ``steps`` they are made."""
 
     def __init__(self, source: str) -> None:
         self._source, self._known = source, dict[str, _Read]()

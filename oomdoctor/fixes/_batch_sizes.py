@@ -249,12 +249,7 @@ def takes_fixed_steps(loops: Sequence[TrainingLoop]) -> bool:
 
 
 def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -> Iterator[Proposal]:
-    """Propose batches of a whole part of ``size`` samples, of ``least`` at least.
-
-    Args:
-        scales: bytes that grow with the batch.
-        is_fixed: as many steps are taken as before.
-    """
+    """Propose batches of a whole part of ``size`` samples, ``least`` or more; ``scales`` are its bytes."""
     parts = [one for one in _DIVISORS if size % one == 0 and size // one >= least]
     for one in need(parts, f"a batch of {size} samples has no half"):
         fixed = f"the loop takes as many steps as before, so it sees 1/{one} of the samples"

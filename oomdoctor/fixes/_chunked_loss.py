@@ -250,10 +250,7 @@ class _Replay(NamedTuple):
 def _replay_of(
     logits: torch.Tensor, target: torch.Tensor, last: tuple[Any, _Layer] | None
 ) -> tuple[_Replay, _Layer] | None:
-    """Return how logits are made again, and the linear layer that made them.
-
-    None where no layer did, some rows or classes do not come out as they were, or a hook wants their gradient.
-    """
+    """Return how logits are made again, and the linear layer that made them; None where they do not come out so."""
     with suppress(Exception):  # what a graph has saved may be gone, or with somebody who unpacks it
         node, path = logits.grad_fn, list[Any]()
         while (layer := _layer_of(node, logits, last)) is None:
@@ -310,11 +307,7 @@ def _shape_of(node: Any) -> torch.Size:
 
 
 def _moved(rows: torch.Tensor, node: Any, classes: int) -> torch.Tensor:
-    """Return the numbers of rows behind a node that leaves logits, and their gradients, as they are.
-
-    Raises:
-        StateError: it may not.
-    """
+    """Return the numbers of rows behind a node; raise ``StateError`` where it may change logits or their gradients."""
 
     def saved(name: str) -> int:
         value: int = getattr(node, f"_saved_{name}")

@@ -134,11 +134,9 @@ def exchanged(
     imports: Sequence[str] = (),
     live: Mapping[Call, Sequence[str]] | None = None,
 ) -> Patch | Refused:
-    """Return the cells with other calls in the places of these.
+    """Return the cells with other calls in the places of these, and what each of them has to import.
 
-    Args:
-        imports: what each of the cells has to import.
-        live: lines that do the same to what an earlier cell has made already; None where no retry ever runs them.
+    ``live`` are lines that do the same to what an earlier cell has made; it is None where no retry ever runs them.
     """
     edits = list[Edit | Refused]()
     for number in dict.fromkeys(one.cell.number for one in new):
@@ -276,12 +274,9 @@ def _functions(text: rewriting.ParsedCell) -> list[ast.FunctionDef]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLines:
-    """The body of a loop, in two forms that go side by side.
+    """The body of a loop in two forms that go side by side, of LibCST and as the ``node`` of ``ast``.
 
-    Attributes:
-        loop: the loop, and ``node``: the same as ``ast`` has it.
-        lines: the statements of its body, each on a line of its own, as those of ``node`` are.
-        first: which of them runs a model first.
+    Each statement of ``lines`` is on a line of its own; the one at ``first`` runs a model first.
     """
 
     parsed: rewriting.ParsedCell

@@ -82,10 +82,7 @@ class Spot:
 
 
 class Uses:
-    """What is done with data after it was put on a device.
-
-    ``cut`` are subscripts that cut batches, ``loaders`` calls of ``DataLoader``, ``sets`` data sets that are kept.
-    """
+    """What is done with data on a device: subscripts that cut batches, loaders, and data sets that are kept."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages

@@ -71,11 +71,7 @@ class Replaced:
 
 
 def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = None) -> None:
-    """Raise ``OomDoctorError`` where the forward of a part of a module cannot be replaced by an attribute.
-
-    Args:
-        also: further names of classes, with the reason.
-    """
+    """Raise ``OomDoctorError`` where the forward of a part of a module cannot be replaced by an attribute."""
     reasons = _NOT_REPLACEABLE | (also or {})
     for name, part in submodules(module, path):
         for cls in type(part).__mro__:

@@ -244,10 +244,7 @@ class _Planner:
         return found
 
     def _with_graph(self) -> set[int]:
-        """Return those of them whose results have a graph, as they are made by a model or of what one has made.
-
-        What is selected by a mask behind a model has no rows any more: it is selected of each part.
-        """
+        """Return those that are made by a model or of what one has made, and what a mask selects behind a model."""
         names, found = set[str](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
@@ -332,10 +329,7 @@ class _Planner:
     def _to_hoist(
         self, inner: Sequence[ast.stmt], places: Mapping[int, str], names: Sequence[str], used: set[str]
     ) -> set[int]:
-        """Return statements that make what is used after the step from the batch alone.
-
-        They are done for the batch before, as those are whose graph the regions behind this one need.
-        """
+        """Return statements that make from the batch what is used after the step, or by the regions behind this one."""
         more, wanted = set[int](), set[str]()
         rest = [unit for unit in self.units if places[id(unit)] == "after"]
         rest += self._region.block[self._region.end :]

@@ -76,8 +76,7 @@ def binds_of(node: ast.stmt) -> set[str]:
 def data_of(node: ast.stmt, indices: Collection[str]) -> Iterator[str]:
     """Yield the names that a statement hands on or computes with, not what it calls or takes attributes of by name.
 
-    Args:
-        indices: names that hold positions of rows: what is subscripted with them stays whole.
+    What is subscripted with ``indices``, names that hold positions of rows, stays whole.
     """
     apart = set[int]()
     for part in ast.walk(node):

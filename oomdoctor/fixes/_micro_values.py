@@ -22,11 +22,7 @@ from oomdoctor.program.torch_functions import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForm:
-    """How a loss of ``torch.nn`` reduces.
-
-    Attributes:
-        ignored: source text of its ``ignore_index``, None where it is not set.
-    """
+    """How a loss of ``torch.nn`` reduces; ``ignored`` is the text of its ``ignore_index``, None where it is not set."""
 
     name: str
     reduction: str = "mean"

@@ -66,11 +66,7 @@ class Writer:
         return self._taken[-1]
 
     def lines(self, lines: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        """Return the statements of the region, given as they were, taken apart.
-
-        Raises:
-            Unfit: what is used after the step cannot be put together again.
-        """
+        """Return the statements of the region, given as they were, taken apart."""
         step, self._opening = self._step, self._head()
         start = [f"{self._sum} = 0.0"] if self._sum else []
         start += [f"{self._sums[name]} = {0.0 if is_mean else 0}" for name, (_, is_mean) in step.summed.items()]

@@ -55,10 +55,7 @@ def in_the_step(incident: Incident) -> bool:
 
 
 def check_training(evidence: Evidence) -> None:
-    """Raise ``Unfit`` where a change of the training loops of the failing run would not have helped.
-
-    Evaluation after an epoch runs when the last training step has freed what it took.
-    """
+    """Raise ``Unfit`` where memory ran out in an evaluation, when the last training step had freed what it took."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if loops and not any(loop.was_running for loop in loops):
         raise Unfit(f"the failure was outside the training loop ({loops[0].where})")
@@ -83,10 +80,9 @@ def passing(incident: Incident, evidence: Evidence, *, batch: bool = True) -> in
 
 
 def found_or_asked(incident: Incident, evidence: Evidence) -> int:
-    """Return the bytes of activations that were found, or those of the request where a model may have made it.
+    """Return the bytes of activations that were found, or of the request where a model may have made it.
 
-    A forward pass that fails at its first layer holds no activations yet. A request from elsewhere (a data set that is
-    made, a model that is loaded) is none.
+    A forward pass that fails at its first layer holds no activations yet.
     """
     if found := evidence.census.bytes_of(Role.ACTIVATION):
         return found

@@ -46,12 +46,7 @@ class Part:
 
 
 class Choice(NamedTuple):
-    """What was chosen of some calls.
-
-    Attributes:
-        kept: bytes that are kept behind them; ``peak``: the most that are there at a time.
-        cost: the time that it adds, as a share; ``parts``: what is recomputed, in its order.
-    """
+    """What was chosen of some calls: the bytes ``kept`` behind them, the time that it adds, and the most at a time."""
 
     kept: int = 0
     cost: float = 0.0
@@ -81,10 +76,7 @@ def choices(rows: Sequence[ModuleMemory]) -> list[tuple[Choice, int]]:
 
 
 def _found(trees: Sequence[_Tree], limit: int | None) -> list[Choice]:
-    """Return choices with which at most ``limit`` bytes are there at a time, cheapest first; each other one keeps less.
-
-    Without a limit nothing is recomputed.
-    """
+    """Return choices of which the peak is at most ``limit``, cheapest first; without one nothing is recomputed."""
     grain, found = max(sum(tree.total for tree in trees) // _GRAIN, 1), [Choice()]
     for tree in trees:
         search = _Search(tree, limit, grain)

@@ -87,10 +87,9 @@ def in_parts_of(
     caveat: str | None = None,
     through: str | None = None,
 ) -> Iterator[Proposal]:
-    """Propose to have ``size`` bytes of ``what`` in so many parts, one at a time.
+    """Propose to have ``size`` bytes of ``what`` in so many parts, one at a time; the dose calls them ``name``.
 
     Args:
-        counts: of parts, mildest first; ``name``: what the dose calls them.
         slowdown: time with it over time without it; ``each``: what each part adds to that.
         through: the library through whose settings it is made.
     """

@@ -65,10 +65,7 @@ def _mixed(trainer: TrainerFacts, dose: Dose) -> tuple[_Term, ...]:
 
 
 def _recomputing(trainer: TrainerFacts, _: Dose) -> tuple[_Term, ...]:
-    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs.
-
-    Source: ``TrainingArguments``: ``activation_checkpointing`` since 5.23; the form was reentrant before 5.
-    """
+    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs."""
     known = dict(trainer.settings)
     if "activation_checkpointing" in known:
         return (_Term("activation_checkpointing", ":", "True"),)

@@ -65,11 +65,7 @@ def _is_data(holding: Holding, evidence: Evidence) -> bool:
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find the statement that puts a whole data set on the device, outside of any loop.
-
-    What is put there counts as a data set if batches are cut from it, if it is handed to a ``Dataset``, or if it is
-    called one.
-    """
+    """Find the statement that puts a whole data set on the device: by its name, or as batches are cut from it."""
     under = ground(program)
     data = {name for scope in under.basis for name in _data_sets(scope)}
     for scope in under.basis:

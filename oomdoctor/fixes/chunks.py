@@ -153,9 +153,7 @@ def _wrapped(
 ) -> Patch | Refused:
     """Return the cells with ``helper(f, chunks)(x)`` for each call ``f(x)`` of what is ``named`` at each site.
 
-    Args:
-        otherwise: what the helper is called where its name is taken.
-        moves: take away what moves the first argument to a device.
+    The helper is called ``otherwise`` where its name is taken; ``moves``: what moves the first argument is taken away.
     """
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module:

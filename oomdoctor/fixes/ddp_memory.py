@@ -212,11 +212,7 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 
 def _within(one: _construction_sites.Call, name: str) -> cst.Call:
-    """Return the call that makes the same optimizer for a share of the parameters.
-
-    The class reads groups of parameters twice, and loses those that are generators.
-    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
-    """
+    """Return the call that makes the same optimizer for a share of the parameters, whose groups it reads twice."""
     call = one.node
     if any(arg.star for arg in call.args):
         raise Unfit(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")

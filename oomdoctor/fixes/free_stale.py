@@ -37,9 +37,8 @@ _NOTHING: Final = "no old model or optimizer that could be let go of is bound wh
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find models, optimizers and schedulers that are still bound while the failing cell makes their successors.
 
-    Those that the cell is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use
-    are ``left``; models come first. There are none where another object of the namespace would keep the
-    same thing alive.
+    Those that it is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use are
+    ``left``; models come first. There are none where another object of the namespace would keep the same thing alive.
     """
     namespace, line = objects.namespace, objects.line
     top = next((one for one in program.scopes if one.cell == program.failing and one.function is None), None)

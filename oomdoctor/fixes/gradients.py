@@ -77,11 +77,7 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
-    """Step the parameters of the session's optimizers within ``backward``; undone on exit.
-
-    Raises:
-        OomDoctorError: on entering, in the loop or on leaving, where the results would not be the same.
-    """
+    """Step the parameters of the session's optimizers within ``backward``; undone on exit."""
     _check(session)
     early = [_Early(path, optimizer) for path, optimizer in session.optimizers]
     with ExitStack() as undo:
@@ -94,10 +90,7 @@ def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
 
 
 class _Early:
-    """One optimizer whose parameters are stepped as their gradients come.
-
-    Those in ``stepped`` were, and the program's own call of ``step`` for them is still to come.
-    """
+    """One optimizer whose parameters are stepped as their gradients come: those in ``stepped``, until it steps."""
 
     def __init__(self, path: str, optimizer: Any) -> None:
         self.path, self.optimizer = path, optimizer

@@ -217,10 +217,7 @@ def _kept_on(sites: Sequence[Site]) -> str | None:
 
 
 def _only_trains(evidence: Evidence) -> TrainingLoop | None:
-    """Return the training loop that was running where it holds all activations, None where evaluation may hold some.
-
-    What an evaluation has bound to a name lives on with its graph while the next epoch trains.
-    """
+    """Return the training loop that was running where it holds all activations, None where evaluation may hold some."""
     sites = evidence.code.sites["no_grad_eval"]
     loop = next((one for one in evidence.code.loops if one.in_failing_run and one.was_running and one.end_line), None)
     held = [one for one in evidence.census.holdings if one.role is Role.ACTIVATION]

@@ -159,11 +159,7 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
-    """Keep the state of every optimizer in host memory except while it steps; undone on exit.
-
-    Raises:
-        OomDoctorError: an optimizer of the session keeps its state in a way that is not followed.
-    """
+    """Keep the state of every optimizer in host memory except while it steps; undone on exit."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import optimizer as optim
 

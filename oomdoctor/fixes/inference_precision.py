@@ -238,10 +238,7 @@ def _preceded(parsed: rewriting.ParsedCell, module: cst.Module, lines: dict[str,
 
 @contextmanager
 def _guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Have the weights kept before the patched cell casts them, so that a retry that fails can put them back.
-
-    A retry copies weights just in time for the first step of an optimizer, and a cast changes them as a step does.
-    """
+    """Have the weights kept before the patched cell casts them, so that a retry that fails can put them back."""
     from torch import nn, optim
 
     from oomdoctor.fixes._forward import is_dry_run

@@ -191,10 +191,8 @@ def _why_not_same(loader: LoaderFacts, *, moves_samples: bool = False, moves_ord
     """Return why the batches may differ, None where it is certain that they do not.
 
     Batch ``i`` comes from worker ``i % num_workers``, in order, and each worker has random numbers of its own, seeded
-    from one number that the loader draws when it is iterated over, whatever its settings. Workers that stay between
-    epochs are the exception: made anew, they cost one draw more, and they have forgotten what they knew.
-
-    Source: torch/utils/data/dataloader.py, ``_BaseDataLoaderIter.__init__`` and ``_reset``, ``_try_put_index``.
+    from one number that the loader draws when it is iterated over. Workers that stay between epochs are the exception:
+    made anew, they cost one draw more. Source: torch/utils/data/dataloader.py, ``_BaseDataLoaderIter``.
 
     Args:
         moves_samples: samples are made by other workers than before.

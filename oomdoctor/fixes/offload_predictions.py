@@ -36,10 +36,7 @@ _OTHERWISE: Final = torch_functions.DRAWS | (torch_functions.INDEXED - {"max", "
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find what collects outputs of a model on the device, then what has to be moved along.
-
-    The kind says that they can be moved, or why they cannot.
-    """
+    """Find what collects outputs on the device, and what has to be moved along; the kind says why it cannot be."""
     found = gathers_predictions(program, objects.kinds)
     if found is None:
         return ()

@@ -58,13 +58,7 @@ _LOADED: Final = re.compile(r"([\w.]*(?:optim|opt\b)\w*)\.load_state_dict\(", re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """What is called in the place of Adam.
-
-    Attributes:
-        name: the source text to call; ``{}`` stands for the class that it replaces.
-        keeps: the arguments that are passed on; ``momentum``: what is given for it.
-        home: the module that the cell has to import it from.
-    """
+    """What is called in the place of Adam, whose class is ``{}`` in ``name``; it ``keeps`` some of its arguments."""
 
     name: str
     keeps: tuple[str, ...] = ("weight_decay", "foreach")

@@ -140,11 +140,7 @@ def _with_option(settings: str, value: str) -> str:
 
 @contextmanager
 def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
-    """Have segments expand from here on; the settings that were in force are put back on exit.
-
-    Raises:
-        OomDoctorError: torch cannot do that at run time, or does it already.
-    """
+    """Have segments expand from here on; the settings that were in force are put back on exit."""
     if isinstance(session.accelerator, Simulated):
         with session.accelerator.allocating(expandable_segments=True):
             yield
