@@ -136,7 +136,8 @@ class _Planner:
             names = (*dict.fromkeys((*self._begin(taken, hoisted), *made, *carried)),)
             places = self._sorted(names, hoisted, again)
             inner = [unit for unit in self.units if places[id(unit)] == "inner"]
-            used = self._used(places)
+            behind = [unit for unit in self.units if places[id(unit)] == "after"]
+            used = read_first(behind, loops_run=False) | self._region.read_behind  # and not bound anew before
             more = self._to_hoist(inner, places, names, used)
             if not more <= hoisted:
                 hoisted |= more
@@ -320,11 +321,6 @@ class _Planner:
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and called(part.func) in self._split.models:
                 raise Unfit(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
-
-    def _used(self, places: Mapping[int, str]) -> set[str]:
-        """Return the names that are read outside of the statements for each part, and not bound anew before."""
-        behind = [unit for unit in self.units if places[id(unit)] == "after"]
-        return read_first(behind, loops_run=False) | self._region.read_behind
 
     def _to_hoist(
         self, inner: Sequence[ast.stmt], places: Mapping[int, str], names: Sequence[str], used: set[str]

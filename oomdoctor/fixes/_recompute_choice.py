@@ -193,10 +193,7 @@ class _Tree:
         key = (path, begin, end)
         if key not in self._stretches:
             layers = self.children[path][begin:end]
-            first, last = (self._place(path, layer) for layer in (layers[0], layers[-1]))
+            names = (layers[0].rpartition(".")[2], layers[-1].rpartition(".")[2])
+            first, last = map(int, names) if all(map(str.isdigit, names)) else (begin, end - 1)
             self._stretches[key] = self.part(layers, f"{path}[{first}:{last + 1}]")
         return self._stretches[key]
-
-    def _place(self, path: str, layer: str) -> int:
-        name = layer.rpartition(".")[2]
-        return int(name) if name.isdigit() else self.children[path].index(layer)

@@ -110,7 +110,9 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
 
     every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
     for scope, one in every:
-        differentiating = [loop for loop in one.loops if any(map(_is_backward, ast.walk(loop)))]
+        differentiating = [
+            loop for loop in one.loops if any(getattr(node, "attr", "") == "backward" for node in ast.walk(loop))
+        ]
         if differentiating and _is_carried(one, differentiating[-1]):
             return (site("carried", scope, one.node, _fed_back(one.node)),)
     for scope in ground(program).reach:
@@ -130,10 +132,6 @@ def _is_carried(statement: Statement, loop: Loop) -> bool:
     fed = _fed_back(statement.node)
     rebound = any(_rebinds(node, set(fed), statement.node) for node in own_nodes(loop.body))
     return bool(fed) and not statement.is_gradless and not rebound
-
-
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "backward"
 
 
 def _fed_back(node: ast.AST) -> tuple[str, ...]:

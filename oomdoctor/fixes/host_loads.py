@@ -101,7 +101,12 @@ def _patch_checkpoint(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     for call in _destinations(cells, place, statement, load):
         if keyword(call, "assign") is not None:
             raise Unfit("the checkpoint takes the place of the parameters (`assign`), which would then be on the host")
-    return rewriting.edited(cells, place, {load: _to_host(load, _can_map(cells, load))})
+    source = load.args[0].value
+    # A file by its name that nothing in the notebook writes.
+    names_one = not isinstance(source, cst.Call) or text_of(source.func).rpartition(".")[2] in {"join", "Path", "str"}
+    is_written = any(_SAVES.search(cell.source) for cell in cells.history)
+    can_map = names_one and not is_written and not is_opened(cells, text_of(source))
+    return rewriting.edited(cells, place, {load: _to_host(load, can_map)})
 
 
 def calls_in_line(
@@ -123,14 +128,6 @@ def _to_host(call: cst.Call, mapped: bool) -> cst.Call:
     else:
         call = with_keyword(call, "map_location", '"cpu"')
     return with_keyword(call, "mmap", "True") if mapped else call
-
-
-def _can_map(cells: Cells, load: cst.Call) -> bool:
-    """Whether what is loaded is a file by its name that nothing in the notebook writes."""
-    source = load.args[0].value
-    if isinstance(source, cst.Call) and text_of(source.func).rpartition(".")[2] not in {"join", "Path", "str"}:
-        return False
-    return not is_opened(cells, text_of(source)) and not any(_SAVES.search(cell.source) for cell in cells.history)
 
 
 def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call]:

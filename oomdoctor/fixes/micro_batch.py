@@ -248,17 +248,14 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     methods = {text: node for text, node in owned.items() if isinstance(node, ast.FunctionDef)}
     named = {text: facts.type_name if facts else "" for text, facts in models.items() if text not in losses}
 
-    def is_model(text: str) -> bool:
-        return text in named or (text not in losses and text not in functions and called_like_a_model(text))
-
     def makes_graph(node: ast.AST, depth: int = 2) -> bool:
         roots = {text.partition(".")[0] for text in named if not text.startswith("self.")} - {"self"}
         if roots & reads(node) and not roots & bound(node):
             return True
         for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
             text = called(call.func)
-            given = (text, text.rpartition(".")[0], *map(called, call.args))
-            if any(map(is_model, filter(None, given))):
+            given = {text, text.rpartition(".")[0], *map(called, call.args)} - {""}
+            if given & named.keys() or any(map(called_like_a_model, given - losses.keys() - functions.keys())):
                 return True
             own = program.function(text.rpartition(".")[2]) if text and program.is_own(text) else None
             if depth and own is not None and any(makes_graph(one, depth - 1) for one in own.body):

@@ -119,7 +119,8 @@ class _Uses:
             values = [value for to, value in _assigned(scope) if to == name]
             if values and all(isinstance(value, ast.Constant) for value in values):
                 continue
-            joined = (one.args[0] for one in values if isinstance(one, ast.Call) and one.args and _joins(one))
+            joins = (one for one in values if isinstance(one, ast.Call) and one.args)
+            joined = (one.args[0] for one in joins if torch_functions.last_name(one) in torch_functions.JOINS)
             other = next(map(root_of, joined), name)
             if scope is not self._scope or not self.fills(other):
                 raise Unfit(f"{text} combines what was collected with `{name}`, which stays on the device")
@@ -135,10 +136,6 @@ class _Uses:
             for node in own_nodes(self._scope.body)
             for target in _written(node)
         )
-
-
-def _joins(call: ast.Call) -> bool:
-    return torch_functions.last_name(call) in torch_functions.JOINS
 
 
 def _written(node: ast.AST) -> list[ast.expr]:

@@ -173,7 +173,8 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     history = cells.beside(cells.failing).history
     first = next((cell for cell in history if _imports(cell.source)), None)
     first = need(first, "no cell imports what may bring torch: it has to be set before that")
-    if any(_binds_os(cell.source) for cell in history):
+    nodes = (node for cell in history if (tree := tree_of(cell.source)) is not None for node in ast.walk(tree))
+    if any(isinstance(one, ast.Name) and one.id == "os" and not isinstance(one.ctx, ast.Load) for one in nodes):
         raise Unfit("`os` stands for something else than the module in one of the cells")
     cell = [one for one in cells.history if one.source == first.source][-1]
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
@@ -191,12 +192,6 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     after = need(rewriting.write(parsed, module))
     replay = after if cell is cells.failing else f"import os\n\n{setting}\n"
     return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
-
-
-def _binds_os(source: str) -> bool:
-    """Whether a cell binds the name other than by an import, or deletes it."""
-    nodes = ast.walk(tree_of(source) or ast.Module([], []))
-    return any(isinstance(node, ast.Name) and node.id == "os" and not isinstance(node.ctx, ast.Load) for node in nodes)
 
 
 def _imports(source: str) -> bool:

@@ -67,9 +67,10 @@ def _clear(session: Session) -> None:
     found = session.namespace.get("_oh")
     outputs: dict[int, Any] = found if isinstance(found, dict) and not {"Out", "_oh"} & read else {}
     freed = {number: value for number, value in outputs.items() if f"_{number}" not in read and _holds_tensor(value)}
-    places = _places(session)
-    gone = [*freed.values(), *(value for name in set(_LAST) - read if _holds_tensor(value := places[-1].get(name)))]
-    for names in places:
+    hidden = getattr(session.shell, "user_ns_hidden", None)
+    hook = plain_dict(getattr(session.shell, "displayhook", None)) or {}
+    gone = [*freed.values(), *(value for name in set(_LAST) - read if _holds_tensor(value := hook.get(name)))]
+    for names in (session.namespace, *([hidden] if isinstance(hidden, dict) else []), hook):
         for number, value in freed.items():
             if names.get(f"_{number}") is value:
                 del names[f"_{number}"]
@@ -83,13 +84,6 @@ def _clear(session: Session) -> None:
         result.result = None
     del freed, gone, result
     gc.collect()
-
-
-def _places(session: Session) -> list[dict[str, Any]]:
-    """Return where IPython keeps its names for results: the namespace, its list of hidden names, the display hook."""
-    hidden = getattr(session.shell, "user_ns_hidden", None)
-    hook = plain_dict(getattr(session.shell, "displayhook", None)) or {}
-    return [session.namespace, *([hidden] if isinstance(hidden, dict) else []), hook]
 
 
 def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
