@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.fixes._refusals import Unfit, need
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, need
 from oomdoctor.model import Cells, Dose, Effect, Proposal
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.sizes import format_size
@@ -15,10 +15,6 @@ from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.literals import Book, Number, Place, calls, literal
 from oomdoctor.program.magics import Function, Loop
 from oomdoctor.program.names import call_name
-
-_DIVISORS: Final = (2, 4, 8, 16, 32)
-_OVERHEAD: Final = 0.02
-"""Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
 
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size|(?-i:BATCH))$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
@@ -250,7 +246,7 @@ def takes_fixed_steps(loops: Sequence[TrainingLoop]) -> bool:
 
 def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -> Iterator[Proposal]:
     """Propose batches of a whole part of ``size`` samples, ``least`` or more; ``scales`` are its bytes."""
-    parts = [one for one in _DIVISORS if size % one == 0 and size // one >= least]
+    parts = [one for one in PARTS if size % one == 0 and size // one >= least]
     for one in need(parts, f"a batch of {size} samples has no half"):
         fixed = f"the loop takes as many steps as before, so it sees 1/{one} of the samples"
         steps = fixed if is_fixed else f"the same samples take {one} times as many steps"
@@ -258,7 +254,7 @@ def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -
             dose=Dose.of(batch_size=size // one),
             effect=Effect.CHANGES_RESULT,
             saves=scales - scales // one,
-            slowdown=(1 + _OVERHEAD * one) / (one if is_fixed else 1),
+            slowdown=(1 + OVERHEAD * one) / (one if is_fixed else 1),
             basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
             caveat=f"batches of {size // one} instead of {size}, and {steps}: different results; consider a lower "
             "learning rate",

@@ -9,10 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from oomdoctor.model import Dose, Effect, Evidence, Incident, Proposal, Refused, Role, Site
 from oomdoctor.model.sizes import format_size
+
+PARTS: Final = (2, 4, 8, 16, 32)
+"""Into how many a batch is taken apart, mildest first."""
+OVERHEAD: Final = 0.02
+"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
+FORWARD_SHARE: Final = 1 / 3
+"""A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198, 4.3."""
 
 Found = TypeVar("Found")
 Given = ParamSpec("Given")

@@ -21,7 +21,7 @@ import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
 from oomdoctor.fixes._preconditions import check_short, kind_of_device, layer, passing
-from oomdoctor.fixes._refusals import Unfit, check, in_parts_of, need, refusing
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, check, in_parts_of, need, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.sizes import format_size
@@ -31,9 +31,6 @@ from oomdoctor.program.literals import Book, Page, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.rewriting import text_of
 
-_PARTS: Final = (2, 4, 8, 16, 32)
-_OVERHEAD: Final = 0.02
-"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 _ADAMS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf"})
 _BY_SAMPLES: Final = ("ForSequenceClassification", "ForImageClassification")
 """Models whose loss is a mean over samples, so that batches of another size leave its mean as it is."""
@@ -220,14 +217,14 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
         splittable,
         "activations, batch and request",
         effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
-        each=_OVERHEAD,
+        each=OVERHEAD,
         caveat="; ".join(caveats) or None,
         through=trainer.library,
     )
 
 
 def _whole_parts(size: int, what: str) -> list[int]:
-    found = [parts for parts in _PARTS if size % parts == 0]
+    found = [parts for parts in PARTS if size % parts == 0]
     return need(found, f"{what} of {size} samples has no half")
 
 
@@ -310,7 +307,7 @@ def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evid
         room,
         "activations and request",
         effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
-        each=_OVERHEAD,
+        each=OVERHEAD,
         caveat=caveat,
         through=trainer.library,
     )

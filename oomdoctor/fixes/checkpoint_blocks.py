@@ -17,7 +17,7 @@ from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._construction_sites import placed
 from oomdoctor.fixes._preconditions import check_short, found_or_asked, layer, model_facts
 from oomdoctor.fixes._recompute_choice import choices
-from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
+from oomdoctor.fixes._refusals import FORWARD_SHARE, Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.fix import Value
@@ -32,9 +32,6 @@ _EVERY: Final = (2, 1)
 _KEPT_RATIO: Final = 2 / 34
 """What a recomputed transformer block keeps of its activations. Source: Korthikanti et al., arXiv:2205.05198, table 2:
 2sbh bytes of inputs out of 34sbh and more."""
-
-_FORWARD_SHARE: Final = 1 / 3
-"""A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
 
 _NO_PARTS: Final = "no model was found with parts that keep more than their input"
 _SWITCHES: Final = frozenset(
@@ -68,7 +65,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
             dose=_dose(parts[::every]) if parts else Dose.of(every=every),
             effect=Effect.EQUIVALENT if switched else Effect.EXACT,
             saves=int(activations * (1 - _KEPT_RATIO) * returned / every),
-            slowdown=1 + _FORWARD_SHARE / every,
+            slowdown=1 + FORWARD_SHARE / every,
             basis=f"estimate: {'every part' if every == 1 else 'every other part'} keeps its inputs only, "
             f"of {format_size(activations)} of activations",
         )

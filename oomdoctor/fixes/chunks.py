@@ -36,7 +36,7 @@ from oomdoctor.fixes._preconditions import (
     passing,
     takes_note,
 )
-from oomdoctor.fixes._refusals import Unfit, check, fitting, in_parts_of, need, proposing, refusing
+from oomdoctor.fixes._refusals import FORWARD_SHARE, Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts
@@ -52,8 +52,6 @@ TOLERANCE: Final = 1e-5
 """Relative difference of losses, gradients and outputs in float32: sums over the batch are taken in another order."""
 _CHUNKS: Final = (2, 4, 8, 16)
 _CHUNKS_OF_PREDICTIONS: Final = (2, 4, 16, 64)
-_FORWARD_SHARE: Final = 1 / 3
-"""A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
 _OVERHEAD: Final = 0.001
 """Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
 _OVERHEAD_OF_LOSS: Final = 0.02
@@ -81,7 +79,7 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
     _check_apart(_models(evidence))
     check_short(incident, evidence)
     activations = need(found_or_asked(incident, evidence), _NOTHING)
-    slowdown = 1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE
+    slowdown = 1.0 if evidence.code.grad_disabled else 1 + FORWARD_SHARE
     yield from in_parts_of(fitting(_CHUNKS, evidence), "chunks", activations, "activations", slowdown=slowdown)
 
 

@@ -24,7 +24,7 @@ from oomdoctor.fixes._micro_plan import Split, plan
 from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
 from oomdoctor.fixes._preconditions import check_short, check_training, model_facts, passing, why_no_parts
-from oomdoctor.fixes._refusals import Unfit, check, fitting, in_parts_of, need, proposing, refusing
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.ddp_memory import DDP
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
@@ -40,8 +40,6 @@ from oomdoctor.program.training_loops import batch_of, called_like_a_model, is_g
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
-
-_PARTS: Final = (2, 4, 8, 16, 32)
 
 _HELPERS: Final = {"batch_parts": "parts_of", "join_parts": "joined_parts"}
 
@@ -62,9 +60,6 @@ _OF_DDP: Final = ("._has_rebuilt_buckets",)
 
 _FEW: Final = 3
 """Tensors that are cut by ``chunk``, more of which would not fit on a line."""
-
-_OVERHEAD: Final = 0.02
-"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -110,8 +105,8 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_short(incident, evidence)
     splittable = passing(incident, evidence) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
     need(splittable, "no activations were found that splitting the batch could save")
-    counts = fitting(_PARTS, evidence)
-    yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=_OVERHEAD)
+    counts = fitting(PARTS, evidence)
+    yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=OVERHEAD)
 
 
 def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
