@@ -131,8 +131,7 @@ def check_class(book: Book) -> None:
 
 def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place]:
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    if "batch_sampler" in given:
-        raise Unfit("the loader has a sampler of batches, which decides on their size")
+    need("batch_sampler" not in given, "the loader has a sampler of batches, which decides on their size")
     if "batch_size" in given:
         return given["batch_size"], place
     if len(call.args) > 1:
@@ -201,13 +200,11 @@ def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple
 def check_not_counted(cells: Cells, made: ast.Call) -> None:
     """Raise ``Unfit`` where something counts batches, and would count parts of them or more of them."""
     for keyword in made.keywords:
-        if keyword.arg in _COUNTING:
-            raise Unfit(f"`{keyword.arg}` counts batches, of which there would be more")
+        need(keyword.arg not in _COUNTING, f"`{keyword.arg}` counts batches, of which there would be more")
     text = "\n".join(cell.source for cell in cells.history)
     if _SCHEDULES.search(text) and (found := _LENGTH.search(text)):
         raise Unfit(f"`{found[0]}` may set the length of a schedule, and there would be more batches")
-    if _MANUAL.search(text):
-        raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
+    need(not _MANUAL.search(text), "the module steps its optimizer itself (`automatic_optimization = False`)")
 
 
 def sizes_of_fit(book: Book) -> tuple[Number, ...]:
@@ -220,8 +217,7 @@ def sizes_of_fit(book: Book) -> tuple[Number, ...]:
     methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
     returned = [(page, method, value) for page, method in methods for value in _returned(method, None)]
     why = "what made the loader that `fit` goes through was not found in the cells"
-    if len(returned) != 1:
-        raise Unfit(why)
+    need(len(returned) == 1, why)
     page, method, value = returned[0]
     return need(loader_sizes(book, value, Place(page=page, function=method)), why)
 

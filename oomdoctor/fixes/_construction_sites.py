@@ -106,8 +106,7 @@ def made(cells: Cells, facts: OptimizerFacts) -> Call:
     path = facts.path
     if not facts.home.startswith("torch.optim."):
         raise Unfit(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
-    if not path.isidentifier():
-        raise Unfit(f"`{path}` is not a name of its own, so where it is made is not followed")
+    need(path.isidentifier(), f"`{path}` is not a name of its own, so where it is made is not followed")
     for cell in (one for one in reversed(cells.history) if path in one.source):
         parsed = need(rewriting.read(cell.source))
         bound = last_binding(parsed, path)

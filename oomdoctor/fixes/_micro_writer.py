@@ -10,7 +10,7 @@ import libcst as cst
 
 from oomdoctor.fixes._micro_plan import Step
 from oomdoctor.fixes._micro_values import Shape
-from oomdoctor.fixes._refusals import Unfit
+from oomdoctor.fixes._refusals import Unfit, need
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound
@@ -161,8 +161,7 @@ class Writer:
         if self._counted is not None:
             if self._ddp:
                 raise Unfit("a part without targets that count exchanges nothing, and other ranks would wait for it")
-            if self._lists:
-                raise Unfit("the loss passes over some targets, and results are used after the step")
+            need(not self._lists, "the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")
             first += [f"{self._kept} = {self._counts(micro=True)}", f"if not {self._kept}:", "    continue"]
         return head, first

@@ -248,8 +248,7 @@ def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -
     size = _set(trainer, _BATCH[trainer.library])
     if type(size) is not int:
         raise Unfit("how many samples a batch has is not known")
-    if size == 1:
-        raise Unfit("the batch has one sample: there is nothing to split")
+    need(size != 1, "the batch has one sample: there is nothing to split")
     return size, need(passing(incident, evidence), "no activations were found that smaller parts could save")
 
 
@@ -274,8 +273,7 @@ def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:
     in_force = _set(trainer, "bf16") or _set(trainer, "fp16")
     if in_force or _set(trainer, "precision") not in {None, "32-true"}:
         raise Unfit("mixed precision is in force already, or another precision than 32 bits")
-    if evidence.code.half_weights:
-        raise Unfit("most of the weights take 2 bytes already")
+    need(not evidence.code.half_weights, "most of the weights take 2 bytes already")
 
 
 def _checkpoint_blocks(trainer: TrainerFacts, *_: object) -> None:
@@ -288,8 +286,7 @@ def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | None:
     trainer = owner(evidence.code, "lighter_optimizer")
     if trainer is None:
         return None
-    if trainer.given_optimizer:
-        raise Unfit("the trainer was given its optimizer, so its setting `optim` does not decide")
+    need(not trainer.given_optimizer, "the trainer was given its optimizer, so its setting `optim` does not decide")
     if _set(trainer, "optim") not in _ADAMS:
         raise Unfit(f"the trainer steps by `{_set(trainer, 'optim')}`, not by AdamW of torch")
     return (need(trainer.optimizer, "the trainer has made no optimizer yet"),)
@@ -314,8 +311,7 @@ def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evid
 
 
 def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    if kind_of_device(evidence) == "cpu":
-        raise Unfit("the predictions of the trainer are in host memory already")
+    need(kind_of_device(evidence) != "cpu", "the predictions of the trainer are in host memory already")
     if _set(trainer, "eval_accumulation_steps") is not None:
         raise Unfit("the trainer moves predictions to host memory already (`eval_accumulation_steps`)")
     size = need(trainer.gathered_bytes, "the trainer had gathered no predictions")

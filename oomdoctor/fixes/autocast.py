@@ -107,8 +107,7 @@ def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
     at, receiver = _backward(step)
     before = step.node.body[:at]
     last = max((place for place, one in enumerate(before) if bound(one) & reads(receiver)), default=-1)
-    if last < step.first:
-        raise Unfit("the model and the loss are not called by statements of the loop itself")
+    need(last >= step.first, "the model and the loss are not called by statements of the loop itself")
     made = {name for one in before[step.first : last + 1] for name in bound(one)}
     scope = next((one for one in reversed(around) if isinstance(one, ast.FunctionDef)), around[0])
     for node in ast.walk(scope):
@@ -143,8 +142,7 @@ def _scaled(
     if len(m.findall(loop, _CLIP)) > 1 or not beside.issuperset(clips):
         raise Unfit("gradients are clipped apart from the step, so they would be unscaled more than once")
     schedules = [line for line, text in lines.items() if _SCHEDULE.fullmatch(text)]
-    if bool(schedules) != ("schedule" in facts.order):
-        raise Unfit("which scheduler is stepped in the loop cannot be told")
+    need(bool(schedules) == ("schedule" in facts.order), "which scheduler is stepped in the loop cannot be told")
     for line in (one for one in schedules if one not in block[block.index(steps[0]) :]):
         raise Unfit(f"`{lines[line]}` does not follow the step of the optimizer")
     kept = f"{scale} = {scaler}.get_scale()\n" if schedules else ""
@@ -202,12 +200,9 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 def _check(evidence: Evidence) -> None:
     code = evidence.code
-    if code.autocast:
-        raise Unfit("mixed precision is in force already")
-    if code.half_weights:
-        raise Unfit("most of the weights take 2 bytes already")
-    if code.grad_disabled:
-        raise Unfit("autograd is off, so no activations are kept that a smaller type would halve")
+    need(not code.autocast, "mixed precision is in force already")
+    need(not code.half_weights, "most of the weights take 2 bytes already")
+    need(not code.grad_disabled, "autograd is off, so no activations are kept that a smaller type would halve")
     need(code.models, "no model was found among the notebook's objects")
     check_training(evidence)
     called = " ".join(filter(None, (loop.loss_call for loop in code.loops if loop.in_failing_run)))
@@ -223,8 +218,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
             raise Unfit(f"{cell} has to do with mixed precision already")
-        if _BCE.search(cell.source):
-            raise Unfit(_NO_BCE)
+        need(not _BCE.search(cell.source), _NO_BCE)
     if through is not None:
         return through
     dtype, kind, edits = str(dose["dtype"]), kind_of_device(evidence), []

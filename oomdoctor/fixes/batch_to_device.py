@@ -133,8 +133,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     page = next(at for at, (cell, _) in enumerate(pages) if cell.source == told.cell.source)
     statement = need(rewriting.statement_at(told.parsed, told.line), _NOWHERE)
     body = told.parsed.module.body
-    if statement not in body:
-        raise Unfit("the data is put on the device in a block: whether that is run is not known")
+    need(statement in body, "the data is put on the device in a block: whether that is run is not known")
     uses, device, off = Uses(pages), None, list[tuple[str | None, list[cst.Call]]]()
     for one in (statement, *(other for other in body if other is not statement)):
         for name, calls in _placed(one):

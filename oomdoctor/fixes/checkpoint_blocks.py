@@ -45,8 +45,7 @@ _HOMES: Final = ("torch.utils.checkpoint.", "oomdoctor.recompute")
 def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose parts to recompute, fewest first, where a model has parts and gradients are on."""
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off: nothing is kept for a backward pass")
+    need(not code.grad_disabled, "gradients are off: nothing is kept for a backward pass")
     models = need(_trained(code), _NO_PARTS)
     if all(model.switches and not model.training for model in models):
         raise Unfit(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
@@ -99,8 +98,7 @@ def _trained(code: CodeFacts) -> list[ModelFacts]:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a line that marks the parts behind the one that makes each model."""
-    if _recomputes(cells):
-        raise Unfit("the code recomputes activations already")
+    need(not _recomputes(cells), "the code recomputes activations already")
     asked = dict(dose.values)
     through = _trainers.patched("checkpoint_blocks", cells, evidence, dose) if asked.get("every") == 1 else None
     if through is not None:

@@ -139,8 +139,7 @@ def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = 
     """
     otherwise = ".forward" if moves else _OTHERWISE
     sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(otherwise)]
-    if any("in_parts(" in cell.source for cell in cells.history):
-        raise Unfit("a model is given parts of the batch already")
+    need(not any("in_parts(" in cell.source for cell in cells.history), "a model is given parts of the batch already")
     need(sites, "no call of a model was found in what the failing cell runs")
     named = {one: one.names[-1] for one in sites}
     return _wrapped(cells, named, "in_parts", "model_in_parts", dose.number("chunks"), moves=moves)

@@ -48,8 +48,7 @@ def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
     code = evidence.code
     if code.distributed is None:
         raise Unfit(f"no model is wrapped in {DDP}")
-    if code.distributed != DDP:
-        raise Unfit(f"{code.distributed} spreads the training, which has settings of its own")
+    need(code.distributed == DDP, f"{code.distributed} spreads the training, which has settings of its own")
     return tuple(one for one in code.replicas if one.type_name == DDP)
 
 
@@ -115,8 +114,7 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     known = {one.path for one in evidence.code.replicas}
     told = {one: _construction_sites.with_keyword(one.node, _VIEW, "True") for one in found}
     for one, text in ((one, _construction_sites.keyword_text(one.node, _VIEW)) for one in found):
-        if text not in (None, "True", "False"):
-            raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
+        need(text in (None, "True", "False"), f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
     live = dict[_construction_sites.Call, list[str]]()
     for one in (one for one in found if one.around is None and one.is_live(cells)):
         if one.target is None or one.target not in known:
@@ -158,8 +156,7 @@ _CAVEAT: Final = (
 def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     ranks, steppers = shared_by(evidence), evidence.code.steppers
     for one in steppers:
-        if one.type_name == _SHARDED:
-            raise Unfit(f"`{one.path}` shares its state among the processes already")
+        need(one.type_name != _SHARDED, f"`{one.path}` shares its state among the processes already")
         if one.type_name not in ELEMENTWISE or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, which is not known to treat each element for itself")
     if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
@@ -167,8 +164,7 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     state, basis = _state(incident, evidence)
     need(state, "the census found no optimizer state on the device")
     share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
-    if share >= 1:
-        raise Unfit("one parameter has all the state, and each parameter stays with one process")
+    need(share < 1, "one parameter has all the state, and each parameter stays with one process")
     yield Proposal(
         effect=Effect.EXACT,
         saves=int(state * (1 - share)),
@@ -237,8 +233,7 @@ def _within(one: _construction_sites.Call, name: str) -> cst.Call:
 def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     ranks = shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
-    if tuple(map(int, numbers)) < _SINCE:
-        raise Unfit("this torch has no `fully_shard`, which came with 2.6")
+    need(tuple(map(int, numbers)) >= _SINCE, "this torch has no `fully_shard`, which came with 2.6")
     model, kept = _model(evidence), sum(map(evidence.census.bytes_of, LASTING))
     need(kept, "the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
@@ -255,8 +250,7 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 def _model(evidence: Evidence) -> ModelFacts:
     paths = {one.path for one in wrapped(evidence)}
     found = [one for one in evidence.code.models if one.path in paths]
-    if len(found) != 1:
-        raise Unfit("there is not one model, known by its name, that DDP wraps")
+    need(len(found) == 1, "there is not one model, known by its name, that DDP wraps")
     if not any(path.startswith("module.") or path == "module" for path in found[0].blocks):
         raise Unfit("the model has no repeated blocks, and sharded as one piece it would be gathered as one")
     return found[0]
@@ -264,8 +258,7 @@ def _model(evidence: Evidence) -> ModelFacts:
 
 @refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any(_SHARD in cell.source for cell in cells.history):
-        raise Unfit("the cells shard a model already")
+    need(not any(_SHARD in cell.source for cell in cells.history), "the cells shard a model already")
     model, found = _model(evidence), _construction_sites.find(cells, DDP)
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
         raise Unfit(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")

@@ -124,8 +124,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     first = rewriting.statement_at(parsed, min(one.line for one in sites if one.kind == "rebound"))
     if not isinstance(first, cst.SimpleStatementLine):
         raise Unfit(f"no statement of {cell} that binds {listed(names)} was found")
-    if any(one.text.endswith("= None") for one in sites):
-        raise Unfit(f"{listed(names)} are set to None already")
+    need(not any(one.text.endswith("= None") for one in sites), f"{listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
     return changed(cells, cell, {first: preceded(first, text, parsed)}, ["import gc"])
 

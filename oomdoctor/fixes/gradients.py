@@ -58,8 +58,7 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     loops = running_loops(evidence)
     if any("clip" in loop.order for loop in loops):
         raise Unfit("gradients are clipped, for which all of them have to be there")
-    if any(loop.accumulates for loop in loops):
-        raise Unfit("gradients are accumulated over several batches before a step")
+    need(not any(loop.accumulates for loop in loops), "gradients are accumulated over several batches before a step")
     if any("schedule" in "".join(loop.order).partition("backward")[2].partition("step")[0] for loop in loops):
         raise Unfit("a scheduler changes settings between the backward pass and the step")
     if code.first("set_to_none") is not None:

@@ -174,8 +174,7 @@ def _wants_grad(value: Any) -> bool:
 @proposing
 def _propose_no_grad(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off already at the line that failed")
+    need(not code.grad_disabled, "gradients are off already at the line that failed")
     sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     found = evidence.census.bytes_of(Role.ACTIVATION)
     why = "the census found no activations that are kept for a backward pass"

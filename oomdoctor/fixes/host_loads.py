@@ -95,8 +95,7 @@ def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Prop
 @refusing
 def _patch_checkpoint(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     place, statement, loads = calls_in_line(cells, dose, {_LOAD}, _NOWHERE)
-    if len(loads) != 1:
-        raise Unfit(_NOWHERE)
+    need(len(loads) == 1, _NOWHERE)
     (load,) = loads
     for call in _destinations(cells, place, statement, load):
         if keyword(call, "assign") is not None:
@@ -116,8 +115,7 @@ def calls_in_line(
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = need(rewriting.statement_at(place.parsed, place.line), why)
     calls = need([call for call in within(statement, cst.Call) if text_of(call.func) in names], why)
-    if any(not call.args or any(arg.star for arg in call.args) for call in calls):
-        raise Unfit(why)
+    need(not any(not call.args or any(arg.star for arg in call.args) for call in calls), why)
     return place, statement, calls
 
 
@@ -215,8 +213,7 @@ def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 @proposing
 def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
-    if _WHOLE.search(incident.message):
-        raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
+    need(not _WHOLE.search(incident.message), "whether all whole numbers of the array fit a narrower type is not known")
     dose = asking_line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
     dose = need(dose, "nothing shows that float64 was asked for")
     asked = need(incident.requested, "how much memory was asked for is not known")
@@ -246,8 +243,7 @@ def _check_mappable(cells: Cells, load: cst.Call) -> None:
     if any(arg.keyword is None or arg.keyword.value in {"mmap_mode", "allow_pickle"} for arg in others):
         raise Unfit("the array is mapped already, or may hold Python objects, which cannot be")
     text = text_of(source.value)
-    if ".npz" in text:
-        raise Unfit("arrays of an .npz file are packed together and cannot be mapped")
+    need(".npz" not in text, "arrays of an .npz file are packed together and cannot be mapped")
     if "open(" in text or "BytesIO" in text or is_opened(cells, text):
         raise Unfit("the array is read from an open file, which cannot be mapped by its name")
     for cell in cells.history:
@@ -265,8 +261,7 @@ def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refus
     calls = within(statement, cst.Call) if isinstance(statement, cst.SimpleStatementLine) else ()
     narrowed: dict[cst.CSTNode, rewriting.New]
     narrowed = {call: new for call in calls if (new := _narrowed(call)) is not None}
-    if len(narrowed) > 1:
-        raise Unfit(f"line {place.line} of {place.cell} makes several arrays of float64")
+    need(len(narrowed) <= 1, f"line {place.line} of {place.cell} makes several arrays of float64")
     return rewriting.edited(cells, place, need(narrowed, _MAKES_NONE))
 
 

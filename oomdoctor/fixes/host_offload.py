@@ -66,8 +66,7 @@ _REGISTER: Final = """\
 @proposing
 def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off: nothing is kept for a backward pass")
+    need(not code.grad_disabled, "gradients are off: nothing is kept for a backward pass")
     if code.cuda_graphs is not None:
         raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
     check_not_stepping(incident, evidence)
@@ -109,8 +108,7 @@ def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     running = need(evidence.code.first("save_on_cpu"), "which statement of the cell was running is not known")
-    if _HOOKED.search(cells.failing.source):
-        raise Unfit("the code says already where saved tensors are kept")
+    need(not _HOOKED.search(cells.failing.source), "the code says already where saved tensors are kept")
     beside, name, imports = cells.beside(cells.failing), f"{_HOME}.{_NAME}", list[str]()
     if not import_lines.knows_torch(beside):
         name = import_lines.name_for(_HOME, _NAME, beside, "keep_on_host")
@@ -140,8 +138,7 @@ def _bound(
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     state = need(evidence.census.bytes_of(Role.OPTIMIZER_STATE), "the census found no optimizer state on the device")
-    if in_the_step(incident):
-        raise Unfit("the memory ran out in the step itself, where the state has to be on the device")
+    need(not in_the_step(incident), "the memory ran out in the step itself, where the state has to be on the device")
     for one in evidence.code.steppers:
         if one.type_name == "LBFGS" or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
@@ -242,8 +239,7 @@ def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     for one in need(found, "no optimizer was found among the notebook's objects"):
         if one.is_live(cells):
             raise Unfit(f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object")
-    if "register_step_pre_hook" in cells.failing.source:
-        raise Unfit("the cell sets hooks around its steps already")
+    need("register_step_pre_hook" not in cells.failing.source, "the cell sets hooks around its steps already")
     parsed = need(rewriting.read(cells.failing.source))
     move = rewriting.fresh_name("move_state", cells)
     at = {id(node): index for index, node in enumerate(parsed.module.body)}

@@ -89,8 +89,7 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
 def _check_not_training(fix: str, code: CodeFacts) -> None:
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS[fix])
-    if not code.grad_disabled:
-        raise Unfit("the failing line does not run under no_grad or inference_mode, so it may be training")
+    need(code.grad_disabled, "the failing line does not run under no_grad or inference_mode, so it may be training")
 
 
 @proposing
@@ -121,8 +120,7 @@ def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Propo
     if evidence.device.tensor_device != "cpu" or evidence.device.simulated:
         raise Unfit("the kernels of dynamic quantization run on the CPU alone")
     _check_not_training("dynamic_quantization", code)
-    if code.half_weights:
-        raise Unfit("the weights take 2 bytes each already, and are quantized from 4")
+    need(not code.half_weights, "the weights take 2 bytes each already, and are quantized from 4")
     linear = sum(model.linear_bytes for model in code.models)
     need(linear, "no model with linear layers was found among the notebook's objects")
     spec = find_spec("torch.ao.quantization.quantize")
@@ -141,8 +139,7 @@ def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     dtype, found = str(dose["dtype"]), _found("half_weights", evidence.code)
     touched = {one.cell: cells.get(one.cell) for one in found}
     for cell in touched.values():
-        if _CASTS.search(cell.source):
-            raise Unfit(f"{cell} chooses the precision already")
+        need(not _CASTS.search(cell.source), f"{cell} chooses the precision already")
     for cell in (touched | {cells.failing.number: cells.failing}).values():
         if not knows_torch(cells.beside(cell)):
             raise Unfit(f"{'the cells do' if cell.file is None else f'{cell} does'} not import `torch` by its name")
@@ -161,16 +158,12 @@ def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 @refusing
 def _patch_quantized(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any("quantiz" in cell.source for cell in cells.history):
-        raise Unfit("the cells have to do with quantization already")
-    if not knows_torch(cells):
-        raise Unfit("the cells do not import `torch` by its name")
+    need(not any("quantiz" in cell.source for cell in cells.history), "the cells have to do with quantization already")
+    need(knows_torch(cells), "the cells do not import `torch` by its name")
     found = _found("dynamic_quantization", evidence.code)
     for model in (one for run in found for one in evidence.code.models if one.path == run.names[0]):
-        if model.type_name == "Linear":
-            raise Unfit(f"`{model.path}` is one layer, which cannot be exchanged in place")
-        if not model.linear_bytes:
-            raise Unfit(f"`{model.path}` has no linear layers")
+        need(model.type_name != "Linear", f"`{model.path}` is one layer, which cannot be exchanged in place")
+        need(model.linear_bytes, f"`{model.path}` has no linear layers")
     call = "torch.ao.quantization.quantize_dynamic({}, {{torch.nn.Linear}}, dtype=torch.qint8, inplace=True)"
     return _written(cells, found, call.format, lambda *_: {})
 
@@ -196,8 +189,7 @@ def _is_floating(node: cst.BaseExpression, evidence: Evidence) -> bool:
     seen = [held for held in typed if root_of(held.path.removeprefix("local `")) in names]
     seen = seen or [held for held in typed if held.role is Role.BATCH]
     kinds = {str(held.dtype).removeprefix("torch.").startswith(("float", "bfloat")) for held in seen}
-    if len(kinds) != 1:
-        raise Unfit(f"of which type `{text}` is was not seen")
+    need(len(kinds) == 1, f"of which type `{text}` is was not seen")
     return kinds.pop()
 
 

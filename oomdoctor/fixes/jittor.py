@@ -69,8 +69,7 @@ def _memory(evidence: Evidence) -> JittorMemory:
 def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     memory = _memory(evidence)
     sites_of(evidence, "jittor_sync", _NO_PLACE)
-    if not memory.operators:
-        raise Unfit("no operator of Jittor's graph was alive")
+    need(memory.operators, "no operator of Jittor's graph was alive")
     kept = memory.alive - memory.held
     basis = f"estimate: {kept} of {memory.alive} variables that are alive belong to graphs"
     yield Proposal(effect=Effect.EQUIVALENT, saves=memory.graph_bytes, basis=basis)
@@ -119,8 +118,7 @@ def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch
     """Put a line before all else of the failing cell but its imports."""
     name, imports = need(import_lines.library_name(cells, "jittor"))
     text = line.format(name)
-    if text in cells.failing.source:
-        raise Unfit(f"the failing cell says `{text}` already")
+    need(text not in cells.failing.source, f"the failing cell says `{text}` already")
     return changed(cells, cells.failing, {}, [*imports, text])
 
 

@@ -84,8 +84,7 @@ def _taken_apart(cells: Cells) -> Cells:
     for scope, node in _steps(definitions.read(cells)):
         lines = texts.setdefault(scope.cell, cells.get(scope.cell).source.split("\n"))
         text, indent = ast.unparse(node), " " * node.col_offset
-        if lines[node.lineno - 1].strip() != text:
-            raise Unfit(f"line {node.lineno} has more than `{text}`")
+        need(lines[node.lineno - 1].strip() == text, f"line {node.lineno} has more than `{text}`")
         step = text[: text.index(".step(")] + ".step()"
         lines[node.lineno - 1] = f"{indent}{text.replace('.step(', '.backward(', 1)}\n{indent}{step}"
     return cells.changed({number: "\n".join(lines) for number, lines in texts.items()})
@@ -176,8 +175,7 @@ def _writer(
     ddp = _replica(cells, region, [text for text, kind in known.models.items() if kind == DDP])
     cuts, ending = is_more or bool(given.get("draws") or ddp) or _draws(code, facts), ""
     if import_lines.framework_of(cells) == "jittor":
-        if is_more:
-            raise Unfit("the batch is more than a few variables of Jittor's")
+        need(not is_more, "the batch is more than a few variables of Jittor's")
         cuts, ending = False, f"{need(import_lines.library_name(cells, 'jittor'))[0]}.sync_all()"
     joins = bool(step.carried or (step.dim and step.gathered))
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])

@@ -75,8 +75,7 @@ _LIGHTER: Final = {
 @proposing
 def _propose_8bit(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
-    if kind_of_device(evidence) != "cuda":
-        raise Unfit("optimizers with a state of 8 bits are made for CUDA devices")
+    need(kind_of_device(evidence) == "cuda", "optimizers with a state of 8 bits are made for CUDA devices")
     why = "neither torchao nor bitsandbytes is installed, which have optimizers with a state of 8 bits"
     library = need(next(filter(_has_optimizers, _LIBRARIES), None), why)
     yield Proposal(
@@ -146,8 +145,7 @@ def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
         maker = _LIGHTER[str(dose["optimizer"])]
     else:
         maker = _Maker(name="{}8bit", keeps=("betas", "eps", "weight_decay"), home=f"{dose['library']}.optim")
-    if not knows_torch(cells):
-        raise Unfit("the cells do not import `torch` by its name")
+    need(knows_torch(cells), "the cells do not import `torch` by its name")
     made = [_construction_sites.made(cells, facts) for facts in _adams(evidence)]
     for cell in cells.history:
         if (loaded := _LOADED.search(cell.source)) is not None:
@@ -178,8 +176,7 @@ def _call(call: cst.Call, maker: _Maker) -> cst.Call:
         raise Unfit(f"`{text}` unpacks its arguments, of which another optimizer may not know some")
     if sum(arg.keyword is None for arg in call.args) > 2:
         raise Unfit(f"`{text}` gives its settings by position")
-    if _OF_ADAM.search(text):
-        raise Unfit(f"`{text}` has settings of Adam in its groups of parameters")
+    need(not _OF_ADAM.search(text), f"`{text}` has settings of Adam in its groups of parameters")
     if (other := _ALGORITHMS.search(text)) is not None:
         raise Unfit(f"`{text}` asks for `{other[1]}`, which is another algorithm")
     func = call.func
@@ -202,8 +199,7 @@ _LAUNCHES: Final = 1.05
 @proposing
 def _propose_one_by_one(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     listed = _listed(evidence)
-    if not in_the_step(incident):
-        raise Unfit("the memory did not run out in an optimizer's step, where the lists are made")
+    need(in_the_step(incident), "the memory did not run out in an optimizer's step, where the lists are made")
     # A list of one intermediate result less the root and the quotient that a single parameter needs. Source:
     # ``torch.optim.adam``. Optimizers step one after the other.
     spared, most = max(((one.parameter_bytes - 2 * one.largest_bytes, one) for one in listed), key=itemgetter(0))

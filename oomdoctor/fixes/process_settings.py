@@ -75,10 +75,8 @@ _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 @proposing
 def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     device = evidence.device
-    if device.name.partition(":")[0] != "cuda":
-        raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
-    if not sys.platform.startswith("linux"):
-        raise Unfit("expandable segments exist on Linux alone")
+    need(device.name.partition(":")[0] == "cuda", f"{device.name} has no CUDA allocator whose segments could expand")
+    need(sys.platform.startswith("linux"), "expandable segments exist on Linux alone")
     if evidence.code.cuda_graphs is not None:
         raise Unfit("CUDA graphs keep pools of their own, which expandable segments do not serve")
     saves, basis = _fragments(incident, device)
@@ -168,8 +166,7 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
 
 @refusing
 def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any(_SETS.search(cell.source) for cell in cells.history):
-        raise Unfit("a cell makes settings of the allocator already")
+    need(not any(_SETS.search(cell.source) for cell in cells.history), "a cell makes settings of the allocator already")
     history = cells.beside(cells.failing).history
     first = next((cell for cell in history if _imports(cell.source)), None)
     first = need(first, "no cell imports what may bring torch: it has to be set before that")
@@ -227,8 +224,7 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
 @refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for cell in cells.history:
-        if _CHOOSES.search(cell.source):
-            raise Unfit(f"{cell} sets the sharing strategy itself")
+        need(not _CHOOSES.search(cell.source), f"{cell} sets the sharing strategy itself")
     lines = [] if import_lines.knows_torch(cells) else ["import torch"]
     return changed(cells, cells.failing, {}, [*lines, f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")'])
 
@@ -291,8 +287,7 @@ def _patch_switches(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Ref
     for call in str(dose["switches"]).split(", "):
         owners = [_Owner(one.names[0]) for one in sites if one.names[1] == call]
         owner = need(owners, f"`{call}` is no switch of what the failing cell calls")[0]
-        if any(f"{call}(" in cell.source for cell in cells.history):
-            raise Unfit(f"`{call}` is called already")
+        need(not any(f"{call}(" in cell.source for cell in cells.history), f"`{call}` is called already")
         lines[owner] = lines.get(owner, "") + f"{call}()\n"
     return placed(cells, lines.items(), ())
 

@@ -82,8 +82,7 @@ def _propose_batch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     check_training(evidence)
     why = "the census found no batch of the loop, so how many samples it has is not known"
     size = need(_samples(evidence, loops), why)
-    if size == 1:
-        raise Unfit("the batch has one sample: it cannot be smaller")
+    need(size != 1, "the batch has one sample: it cannot be smaller")
     scales = need(passing(incident, evidence), "no activations were found that a smaller batch could save")
     yield from smaller(size, scales, is_fixed=takes_fixed_steps(loops))
 
@@ -180,8 +179,7 @@ def _length(evidence: Evidence) -> int | None:
 @refusing
 def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     loops, length = _loops(evidence, of_images=False), dose.number("length")
-    if any(f"[:, :{length}]" in cell.source for cell in cells.history):
-        raise Unfit(f"the batch is cut to {length} already")
+    need(not any(f"[:, :{length}]" in cell.source for cell in cells.history), f"the batch is cut to {length} already")
     return _written(cells, loops, partial(_cut, evidence, length))
 
 
@@ -252,8 +250,7 @@ def _side(evidence: Evidence) -> int:
     need(shapes, "the census found no batch of images, samples by channels by height by width")
     sides = {length for shape in shapes for length in shape[2:]}
     side, *others = sides
-    if others:
-        raise Unfit("the images are not squares of one size")
+    need(not others, "the images are not squares of one size")
     for _, _, held in _batch_shapes(evidence):
         if held.shape not in shapes and (held.shape or ())[-2:] == (side, side):
             raise Unfit("the targets have the size of the images, and would have to be scaled in their own way")
@@ -269,8 +266,7 @@ def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
     def scaled(_: TrainingLoop, names: set[str]) -> str:
         images = sorted(names & set(_images(evidence)))
-        if len(images) != 1:
-            raise Unfit("which name of the loop holds the images was not seen")
+        need(len(images) == 1, "which name of the loop holds the images was not seen")
         spelling = spelled(cells, "torch.nn.functional.interpolate")
         call = need(spelling, "the cells do not import `torch` by its name")
         return f'{images[0]} = {call}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'

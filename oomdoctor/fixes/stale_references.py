@@ -197,14 +197,12 @@ def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 @refusing
 def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     cell = cells.failing
-    if _CLEARS.search(cell.source):
-        raise Unfit("the cell empties the cache already")
+    need(not _CLEARS.search(cell.source), "the cell empties the cache already")
     parsed = need(rewriting.read(cell.source))
     leading = "\n".join(parsed.code(node) for node in takewhile(rewriting.is_import, parsed.module.body))
     torch = import_lines.library_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
     name, imports = need(torch)
-    if torch != import_lines.library_name(cells):
-        raise Unfit("torch is imported in the middle of the cell")
+    need(torch == import_lines.library_name(cells), "torch is imported in the middle of the cell")
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
     return changed(cells, cell, {}, [*imports, line])
 
