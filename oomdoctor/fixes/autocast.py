@@ -63,8 +63,7 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
     module = rewriting.exchange(parsed.module, changes)
     if dtype != "float16":
         return need(rewriting.edit(cells, cell, parsed, module))
-    if cell.file is not None:
-        raise Unfit(f"a scaler for float16 is made when {cell.name} is imported, which has run already")
+    need(cell.file is None, f"a scaler for float16 is made when {cell.name} is imported, which has run already")
     at = parsed.module.body.index(rewriting.path_to(parsed, min(facts.line for facts in loops))[0])
     line = f'{scaler} = torch.amp.GradScaler("{device}")'
     made, first = preceded(module.body[at], line, parsed)

@@ -205,8 +205,7 @@ def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     if code.first("chunked_loss") is None and not _heads(code):
         raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
-    if code.compiles is not None:
-        raise Unfit("torch.compile takes the loss together with what is around it")
+    need(code.compiles is None, "torch.compile takes the loss together with what is around it")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
     logits = [_logits(held, code) for held in evidence.census.holdings]

@@ -46,8 +46,7 @@ DDP: Final = "DistributedDataParallel"
 def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
     """Return the models that DDP wraps, none where it is made in a function; Unfit where DDP is not in use."""
     code = evidence.code
-    if code.distributed is None:
-        raise Unfit(f"no model is wrapped in {DDP}")
+    need(code.distributed is not None, f"no model is wrapped in {DDP}")
     need(code.distributed == DDP, f"{code.distributed} spreads the training, which has settings of its own")
     return tuple(one for one in code.replicas if one.type_name == DDP)
 

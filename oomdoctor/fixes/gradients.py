@@ -61,8 +61,7 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     need(not any(loop.accumulates for loop in loops), "gradients are accumulated over several batches before a step")
     if any("schedule" in "".join(loop.order).partition("backward")[2].partition("step")[0] for loop in loops):
         raise Unfit("a scheduler changes settings between the backward pass and the step")
-    if code.first("set_to_none") is not None:
-        raise Unfit("gradients are kept as zeros, with which parameters would be stepped")
+    need(code.first("set_to_none") is None, "gradients are kept as zeros, with which parameters would be stepped")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     saves = max(0, gradients - max((one.largest_bytes for one in code.steppers), default=gradients))
     need(saves, "the census found no gradients, or no more than the largest, which has to be there at its time")

@@ -89,8 +89,7 @@ def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
 def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code, census = evidence.code, evidence.census
     place = need(code.first("drop_retain_graph"), _NOTHING)
-    if code.first("detach_state") is not None:
-        raise Unfit(_CARRIED)
+    need(code.first("detach_state") is None, _CARRIED)
     loss = _LOSS.match(place.text)
     held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
     kept = held + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
@@ -106,8 +105,7 @@ def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 def _patch_drop(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     sites = sites_of(evidence, "drop_retain_graph", _NOTHING)
     dropped = [one for one in sites if one.kind == _DROPS]
-    if evidence.code.first("detach_state") is not None:
-        raise Unfit(_CARRIED)
+    need(evidence.code.first("detach_state") is None, _CARRIED)
     if not dropped:
         why = "the gradients are differentiated themselves (create_graph)"
         raise Unfit(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")

@@ -67,8 +67,7 @@ _REGISTER: Final = """\
 def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     need(not code.grad_disabled, "gradients are off: nothing is kept for a backward pass")
-    if code.cuda_graphs is not None:
-        raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
+    need(code.cuda_graphs is None, f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
     check_not_stepping(incident, evidence)
     why = "the census found no activations that could wait in host memory"
     activations = need(found_or_asked(incident, evidence), why)
@@ -142,8 +141,7 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     for one in evidence.code.steppers:
         if one.type_name == "LBFGS" or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
-    if evidence.code.distributed is not None:
-        raise Unfit(f"{evidence.code.distributed} may keep the state of the optimizer itself")
+    need(evidence.code.distributed is None, f"{evidence.code.distributed} may keep the state of the optimizer itself")
     check_host_room(evidence, state)
     yield Proposal(
         effect=Effect.EXACT,

@@ -174,8 +174,7 @@ def _call(call: cst.Call, maker: _Maker) -> cst.Call:
     text = text_of(call)
     if any(arg.star for arg in call.args):
         raise Unfit(f"`{text}` unpacks its arguments, of which another optimizer may not know some")
-    if sum(arg.keyword is None for arg in call.args) > 2:
-        raise Unfit(f"`{text}` gives its settings by position")
+    need(sum(arg.keyword is None for arg in call.args) <= 2, f"`{text}` gives its settings by position")
     need(not _OF_ADAM.search(text), f"`{text}` has settings of Adam in its groups of parameters")
     if (other := _ALGORITHMS.search(text)) is not None:
         raise Unfit(f"`{text}` asks for `{other[1]}`, which is another algorithm")

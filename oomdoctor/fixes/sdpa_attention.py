@@ -69,8 +69,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     first = need(code.first("sdpa_attention"), _NO_PLACE)
     drops = next((site.text for site in code.sites["sdpa_attention"] if site.kind == DROPS), None)
-    if code.compiles is not None:
-        raise Unfit("torch.compile has compiled the attention, or fuses it itself")
+    need(code.compiles is None, "torch.compile has compiled the attention, or fuses it itself")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         raise Unfit("a gradient is taken of gradients, which fused kernels do not give")
     if evidence.device.tensor_device == "cpu" and drops is not None:

@@ -123,8 +123,7 @@ def _patch_batch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         raise Unfit(f"`{call}` is a schedule over so many steps and raises beyond it: there would be more")
     need(numbers, f"the cells set batches of {largest} samples, which are not larger than {size}")
     odd = next((number.value for number in numbers.values() if number.value % size), None)
-    if odd is not None:
-        raise Unfit(f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
+    need(odd is None, f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
     return exchange_numbers(cells, dict.fromkeys(numbers.values(), size))
 
 
