@@ -9,7 +9,7 @@ trial has cut. Both programs are then run with that value as it may become: a co
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
@@ -26,11 +26,12 @@ class Values:
 
     Args:
         rows: the sizes of batches that loaders have given; ``most``: how many rows of them the trial takes.
+        is_first: tells whether the program is in the steps that are compared.
     """
 
-    def __init__(self, rows: Collection[int], most: int) -> None:
-        self._rows, self._most = rows, most
-        self._seen: dict[Site, set[Any]] = {}
+    def __init__(self, rows: Collection[int], most: int, is_first: Callable[[], bool] = lambda: True) -> None:
+        self._rows, self._most, self._is_first = rows, most, is_first
+        self._first: dict[Site, set[Any]] = {}
         self._parts: dict[tuple[str, str], set[Any]] = {}
 
     def note(self, told: tuple[Any, ...], value: Any) -> Any:
@@ -38,20 +39,21 @@ class Values:
         site, number = Site(*told), _number(value)
         self._add((site.function, site.text), number)
         if number is not None:
-            self._seen.setdefault(site, set()).add(number)
+            if self._is_first():
+                self._first.setdefault(site, set()).add(number)
             frame = sys._getframe(1)
             for name in site.names:
                 self._add((site.function, name), _number(_read(frame, name)))
         return value
 
     def still(self) -> Mapping[Site, Any]:
-        """Return the sites that may come to another value in later steps, with the one that they had each time."""
-        found = {site: next(iter(values)) for site, values in self._seen.items() if len(values) == 1}
+        """Return the sites that may come to another value in later steps, with the one that they had in the first."""
+        found = {site: next(iter(values)) for site, values in self._first.items() if len(values) == 1}
         return {
             site: value
             for site, value in found.items()
             if (value is True or value == 0)
-            and any(self._moves((site.function, part)) for part in (*site.names, *site.inner))
+            and any(self._moves((site.function, part)) for part in (site.text, *site.names, *site.inner))
         }
 
     def _add(self, part: tuple[str, str], number: float | None) -> None:

@@ -132,7 +132,7 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
         _leave_autocast_off()
     progress.count()
     progress.drawn = cut_loaders(terms.rows)
-    values, still = Values(progress.drawn, terms.rows), dict(terms.still)
+    values, still = Values(progress.drawn, terms.rows, lambda: progress.steps < terms.steps), dict(terms.still)
     if terms.notes:
         cut_loops(progress, values.note)
     else:
