@@ -13,7 +13,7 @@ HALVES = {
     for file in (FRESH, FRESHER)
     for half in ("used", "held")
 }
-each_file = pytest.mark.parametrize("file", (FRESH, FRESHER), ids=lambda file: file.stem)
+each_file = pytest.mark.parametrize("file", [FRESH, FRESHER], ids=lambda file: file.stem)
 
 
 def read_otherwise(record):
