@@ -27,10 +27,10 @@ from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
+from oomdoctor.program.code_names import growing
 from oomdoctor.program.definitions import Program, read
 from oomdoctor.program.dependencies import Ground, ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
-from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repeatability import Repetition, not_repeatable
 from oomdoctor.program.training_loops import training_loops

@@ -51,7 +51,7 @@ from oomdoctor.objects.frames import (
 from oomdoctor.objects.kinds import Kind, kind_of, name_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import torch_functions
-from oomdoctor.program.growing_names import growing
+from oomdoctor.program.code_names import growing
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 from oomdoctor.sandbox import reserve
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.forecast.host_scratch import dense_copy, matrix_copy
+from oomdoctor.forecast.cost import dense_copy, matrix_copy
 from oomdoctor.forecast.values import named
 
 if TYPE_CHECKING:

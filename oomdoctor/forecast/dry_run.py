@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
-from oomdoctor.forecast import data_parallel
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
@@ -49,6 +48,7 @@ from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
+from oomdoctor.sandbox.process_groups import run_ddp_on_fakes
 from oomdoctor.sandbox.restrictions import forbid, orphan_workers
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, loops: LoopM
     follow_lengths(session.namespace)
     follow_roles(tracker)
     replace_all(tracker, loops, session.shell)
-    data_parallel.replace()
+    run_ddp_on_fakes()
     if isinstance(tracker, DeviceTracker):
         emulate(tracker)
         if start.held is not None:

@@ -7,6 +7,9 @@ read from its text. What is assigned by way of an attribute of an object, an ite
 Items are written by ``x[0] = 1``, ``x[0].y = 1``, ``x.sort()``, ``shuffle(x)`` and through views of them: told from the
 text alone, so that of a path the last name is known, ``rows`` of ``data.rows[3]``. What a function writes into its own
 argument is not followed back to the caller.
+
+Of loops it is told which lines make a name hold more in each round: a list, a dict, a frame or an array. What grows in
+a function of a library, or by an attribute of an object of the user's, has no line.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from oomdoctor.program.compiled import with_inner
-from oomdoctor.program.magics import tree_of
-from oomdoctor.program.names import call_name, imported, read_names
+from oomdoctor.program.magics import Loop, tree_of
+from oomdoctor.program.names import call_name, imported, read_names, root_of
 
 EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
 """Stands for all names."""
@@ -295,3 +298,45 @@ def asserts_at(code: CodeType | None, line: int) -> bool:
         if one.opname == "LOAD_ASSERTION_ERROR" or one.argrepr == "AssertionError":
             raising.add(at)
     return line in raising
+
+
+_ADDS: Final = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "appendleft", "write"})
+"""Methods of containers that make them longer."""
+
+
+@lru_cache(maxsize=64)
+def growing(source: str) -> dict[str, int]:
+    """Return the first line in a loop that makes each name of a cell hold more, by the name.
+
+    Those are ``name.append(...)`` and its like, ``name[key] = ...``, ``name += ...``, and ``name = join(name, ...)``.
+    """
+    found: dict[str, int] = {}
+    for loop in ast.walk(tree_of(source)):
+        if isinstance(loop, Loop):
+            for statement in loop.body:
+                for node in ast.walk(statement):
+                    for name in filter(None, _filled_by(node)):
+                        found[name] = min(found.get(name, node.lineno), node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def _filled_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that one node of a loop's body makes hold more."""
+    if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDS:
+            yield root_of(call.func.value)
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        yield root_of(node.target)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript):
+                yield root_of(target.value)
+            elif isinstance(target, ast.Name) and isinstance(node.value, ast.Call) and _passes(node.value, target.id):
+                yield target.id
+
+
+def _passes(call: ast.Call, name: str) -> bool:
+    """Whether a call is given a name, in a list or a tuple too: ``np.concatenate([kept, part])``."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    inner = [item for one in given if isinstance(one, ast.List | ast.Tuple) for item in one.elts]
+    return any(isinstance(one, ast.Name) and one.id == name for one in (*given, *inner))

@@ -37,8 +37,7 @@ from oomdoctor.shell.cells import (
     texts_of,
 )
 from oomdoctor.shell.error_boundary import Run, left_alone, quietly
-from oomdoctor.shell.filling import Filling, may_fill_in
-from oomdoctor.shell.open_case import OpenCase
+from oomdoctor.shell.open_case import Filling, OpenCase, may_fill_in
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
