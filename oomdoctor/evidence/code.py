@@ -58,15 +58,12 @@ def facts(
     """Return what the cells and the objects show.
 
     Args:
-        cells: the cells that were run, the failing one last.
-        namespace: the globals that they ran in; only types and dictionaries of its values are looked at.
-        modules: ``(path, nn.Module)`` of each root module found there.
-        optimizers: likewise; ``loaders``: likewise.
+        namespace: the globals of the cells; only types and dictionaries of its values are looked at.
+        modules, optimizers, loaders: ``(path, object)`` of each that was found there.
         local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins;
             ``local_optimizers``: likewise.
         line: line of the failing cell that was running, to tell whether autograd was off there.
-        running: ``(cell, line)`` of all that was running, functions of earlier cells included.
-        standing: where each function of ``running`` stood.
+        running: ``(cell, line)`` of all that was running; ``standing``: where each function among that stood.
         passed: the trainer of a library that the failure came out of.
         loaded: names of the modules that this process has imported.
         detectors: what finds the practice that a fix mends, by the id of the fix.
@@ -179,7 +176,6 @@ def _repetition(
 
 
 def _reruns(cells: Cells) -> int:
-    """Return how often the failing cell had run before."""
     source = cells.failing.source.strip()
     return sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0
 
@@ -197,12 +193,9 @@ def _off_within(namespace: Mapping[str, Any]) -> set[str]:
 def _timed(
     fix: str, sites: tuple[Site, ...], late: Container[tuple[int, int]], running: Iterable[tuple[int, int]]
 ) -> tuple[Site, ...]:
-    """Return sites with whether what they make may take memory by now.
+    """Return sites with whether what they make may take memory by now; ``late`` are ``(cell, line)`` not reached.
 
     A forward that nothing is differentiated of lets go of what it saved when it ends.
-
-    Args:
-        late: ``(cell, line)`` of all that was not reached.
     """
     return tuple(
         replace(one, holds=False)
@@ -226,7 +219,6 @@ def _batch_shape(loop: TrainingLoop, namespace: Mapping[str, Any]) -> tuple[int,
 
 
 def _home(value: object) -> tuple[str, ...]:
-    """Return the dotted name by which a module, function or class is defined."""
     if type(value) is partial:
         return _home(value.func)
     if type(value) is ModuleType:
@@ -248,9 +240,8 @@ _TRIAL_S: Final = 10.0
 def native_bfloat16() -> bool | None:
     """Whether the CUDA device computes in bfloat16 itself; None where CUDA is not in use in this process.
 
-    Asked of the properties that torch has read, so that nothing is set up on the device.
-
-    Source: ``torch.cuda.is_bf16_supported``: compute capability 8.0, and every device of ROCm.
+    Asked of the properties that torch has read, so that nothing is set up. Source: ``torch.cuda.is_bf16_supported``:
+    compute capability 8.0, and every device of ROCm.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

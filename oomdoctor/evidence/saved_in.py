@@ -148,7 +148,6 @@ class _Nodes:
         self._of_owner: dict[int, Path | None] = {}
 
     def meet(self, node: Any, owner: Entry) -> None:
-        """Take note that ``node`` saved the parameter of ``owner``."""
         module = self._of(owner)
         if node in self._own:
             self._own[node] = self._modules.common(self._own[node], module)

@@ -86,11 +86,9 @@ def matrix_copy(matrix: torch.Tensor) -> int:
 
 
 def dense_copy(tensor: torch.Tensor, *, in_any_order: bool = False) -> int:
-    """Return the bytes of the copy of a tensor that has gaps, or elements that share their place.
+    """Return the bytes of the copy of a strided tensor that has gaps, or elements that share their place.
 
-    Args:
-        tensor: strided.
-        in_any_order: whether channels may come last.
+    ``in_any_order``: whether channels may come last.
     """
     formats = [torch.contiguous_format]
     if in_any_order and tensor.dim() in _FORMATS:
@@ -111,9 +109,7 @@ def _convolution(
 ) -> int:
     """Return what a convolution copies: all that it works on, by blocks of channels, and then the result alone.
 
-    Args:
-        spreads: whether it is a transposed one with a stride, whose result is copied twice, and not by blocks.
-        is_plain: see `_is_plain`.
+    ``spreads``: whether it is a transposed one with a stride, whose result is copied twice, and not by blocks.
     """
     if not _is_of_onednn(images.dtype):
         return _columns(weights, out) if is_plain else bytes_in(out)
@@ -149,8 +145,7 @@ def _convolution_backward(args: Sequence[Any], out: Sequence[Any]) -> int:
 def _sums(weights: torch.Tensor, *, of_rows: bool) -> int:
     """Return the bytes of the sums of each thread, which are in float32.
 
-    Args:
-        of_rows: whether each thread sums the gradients of its own images; the result has the sums of one of them.
+    ``of_rows``: whether each thread sums the gradients of its own images; the result has the sums of one of them.
     """
     each, threads = weights.numel() * torch.float32.itemsize, torch.get_num_threads()
     is_short = weights.element_size() < torch.float32.itemsize
@@ -278,12 +273,7 @@ class Meter:
     """
 
     def __init__(self, *, of_card: bool, of_host: bool) -> None:
-        """Begin with nothing.
-
-        Args:
-            of_card: whether a card is emulated.
-            of_host: whether the scratch memory of the CPU's kernels counts. With neither, tensors alone are counted.
-        """
+        """Begin: of an emulated card, of the host with its kernels' scratch memory, else of tensors alone."""
         self.cost = self.flops = self.moved = 0.0
         self.margin = MARGIN_OF_HOST if of_host else MARGIN
         self.unknown: set[str] = set()

@@ -101,9 +101,7 @@ def bring_back(
     """Restore the start of the cell in this process and count what is alive there; have its functions followed.
 
     Args:
-        prepare: restores it.
-        namespace: that the cell runs in.
-        card: the device to be emulated, None for none.
+        card: the device to be emulated.
         accelerator: the memory that is asked about, None where it is one that nothing lies on yet.
 
     Raises:
@@ -153,12 +151,8 @@ def run(
     """Run ``attempt`` on fake tensors in this process, which is of no use for anything else afterwards.
 
     Args:
-        session: holds the namespace that the attempt runs in.
-        attempt: what to run.
-        start: what was alive before.
-        budget: capacity to replay the allocations in.
         cached: whether a caching allocator stands between the tensors and the device.
-        card: the device to be emulated, None for none.
+        card: the device to be emulated.
         time_s: time after which the run is cut.
         others: further settings of the allocator that are asked about.
     """
@@ -200,7 +194,6 @@ def run(
 
 
 def _tracker(session: Session, start: Start, card: Card | None, *, cached: bool) -> Tracker:
-    """Return what follows the storages, on an emulated device where there is one."""
     if card is None:
         # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
         return Tracker(start.ledger, counts_scratch=not cached)
@@ -294,10 +287,7 @@ def _is_steady(ledger: Ledger, loops: LoopModel) -> bool:
 
 
 def _comes_of_cutting(error: BaseException, loops: LoopModel) -> bool:
-    """Whether the cell may have failed because a loop before had too few iterations: what it had is what was seen.
-
-    A device that there is none of is not meant.
-    """
+    """Whether the cell may have failed because a loop was cut, and not for a device that there is none of."""
     if isinstance(error, StopIteration) and loops.ended_early:
         return True
     return bool(loops.cuts) and isinstance(error, Exception) and lacking(error) is None

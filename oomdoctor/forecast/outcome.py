@@ -193,13 +193,7 @@ def _missed(tracker: Tracker, loops: LoopModel) -> str | None:
 
 
 def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course:
-    """Return the course of a run that is over.
-
-    Args:
-        ledger: with the notes on what was made.
-        meter: what the operations cost.
-        statements: lines at which the statements of the cell begin, in order.
-    """
+    """Return the course of a run that is over; ``statements`` has the lines at which those of the cell begin."""
     temporaries = Counter[str]()
     for number, nbytes in ledger.alive_after(ledger.peak_at).items():
         note = ledger.note(number)

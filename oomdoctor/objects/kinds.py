@@ -290,10 +290,7 @@ def parts_of(modules: Collection[Any]) -> set[int]:
 def submodules(module: Any, path: str = "", join: Callable[[str, str], str] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield ``module`` and every module below it once, parents first, with the expression for each.
 
-    Numbered children are written as an index, ``model.layers[3]``, as a user would.
-
-    Args:
-        join: makes the path of a child in another way from that of its parent and its name.
+    Numbered children are written as an index, ``model.layers[3]``, as a user would; ``join`` makes paths otherwise.
     """
     seen: set[int] = set()
     todo = [(path, module)]

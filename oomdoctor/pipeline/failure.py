@@ -39,9 +39,7 @@ def observe(
 ) -> tuple[Case, Session]:
     """Recognise a failure and collect the evidence. What only the frames of ``exc`` hold is seen while they do.
 
-    Args:
-        open_on: makes the session for the device that ran out.
-        filenames: number of the cell by the file name of its code.
+    ``open_on`` makes the session for the device that ran out.
     """
     from oomdoctor.evidence.collect import collect
     from oomdoctor.incident import from_exception
@@ -81,11 +79,7 @@ def unpriced(*, pending: bool = False) -> Plan:
 
 
 def diagnose(case: Case, rules: RuleBook, *, by_message: bool = False, docs_url: str = "") -> Case:
-    """Find the causes, ``by_message`` by what the failure says alone.
-
-    Args:
-        docs_url: where the documentation is read, which has a page of each rule.
-    """
+    """Find the causes, ``by_message`` by what the failure says alone; ``docs_url`` has a page of each rule."""
     found = rules.match(case.incident, None if by_message else case.evidence)
     if docs_url:
         found = tuple(replace(one, page=f"{docs_url.rstrip('/')}/rules/{one.rule}/") for one in found)
@@ -189,9 +183,7 @@ def plan(
 ) -> Case:
     """Price the fixes, and wait for it. For the arguments see ``planning``.
 
-    Args:
-        tell: called with the plan whenever it is another one.
-        is_hurried: whether it is enough that one change which keeps the results is seen to fit.
+    ``tell`` is called with the plan whenever it is another one.
 
     Raises:
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
@@ -229,11 +221,11 @@ def planning(
     """Begin to price the fixes while the user's process goes on. The failure's frames should be released by now.
 
     Args:
-        transaction: restores the start of the cell, in the process of a dry run. Without one there is none: what
-            cannot be run again is priced by estimates alone.
+        transaction: restores the start of the cell, in the process of a dry run. Without one there is none: what cannot
+            be run again is priced by estimates alone.
         set_aside: bytes of the host's memory that something else will take, beside the copies of the transaction.
         at_most: bytes that tensors may take, where the user wants them to take less than there is.
-        waits: whether the caller waits for the end of it.
+        waits: whether the caller waits for the end of it; ``is_hurried``: until a change that keeps results fits.
         unforecast: why there is no dry run, where there is no time for any.
         without: ids of fixes that are left out.
     """

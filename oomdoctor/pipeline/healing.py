@@ -116,7 +116,6 @@ class _Failures:
 
     Attributes:
         case: the failure of the unchanged program; ``checks``: of the changes that are attempted.
-        places: see ``heal``, likewise ``plan_s``.
         came_further: whether an attempt may have made a call that the failed run had not come to.
         has_planned_anew: whether changes were looked for without those that a trial has refuted.
     """
@@ -248,7 +247,6 @@ class Checks:
     """Admits what a trial has shown to keep the results, once for each fix, whatever its dose.
 
     Attributes:
-        evidence: what the changes were written from.
         unfit: is filled with the fixes whose results differ, each with how.
         by_itself: whether what could not be tried is passed over, as nobody asked for it by name.
         candidates: those that have come to be tried, by their labels.

@@ -84,12 +84,7 @@ _SUBSCRIPTS: Final = re.compile(r"\[[^\]]*\]")
 
 
 class AttributeWrite(NamedTuple):
-    """One assignment to an attribute.
-
-    Attributes:
-        path: of the owner, as it is written. name: of the attribute.
-        imports: what names stand for that the same code imports.
-    """
+    """An assignment to the attribute ``name`` of ``path``; ``imports`` tells the names that the same code imports."""
 
     path: str
     name: str

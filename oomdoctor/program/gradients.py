@@ -36,9 +36,8 @@ class ModelCalls:
     """Which calls run a model.
 
     Args:
-        program: the cells.
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
-        by_parts: any method and any part of a model counts as the model.
+        by_parts: whether any method and any part of a model counts as the model.
     """
 
     def __init__(self, program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> None:
@@ -254,7 +253,6 @@ def _wants_gradient(keyword: ast.keyword) -> bool:
 
 
 def _gives(way: Way) -> bool:
-    """Whether a function gives its caller something with a graph."""
     given = ((met, node) for met, _ in way.met for node in own_nodes([met]))
     return any(
         isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)

@@ -58,8 +58,7 @@ def imitate() -> None:
 def _hide(c10d: Any) -> tuple[int, int] | None:
     """Keep the groups that there are alive, and have torch know of none; return this rank and how many there are.
 
-    Returns:
-        None where the program makes its groups itself: then it begins without one.
+    None where the program makes its groups itself: then it begins without one.
     """
     world = c10d._world
     default = world.default_pg

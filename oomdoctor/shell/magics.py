@@ -269,7 +269,6 @@ def help_(_extension: Extension, _words: list[str]) -> None:
 
 
 def _release(extension: Extension, fix_id: str) -> None:
-    """Apply a fix that lets go of memory and changes nothing else, and say how much that was."""
     shell, role = extension.shell, _RELEASES[fix_id]
     cells = cells_until(shell, shell.execution_count, "")
 

@@ -79,12 +79,9 @@ Reading: TypeAlias = dict[tuple[str, int], int]
 
 
 class MemReport:
-    """The magic in one shell.
+    """The magic in one shell. It keeps plain values alone: no tensor lives longer because it was reported.
 
-    It keeps plain values alone: no tensor lives longer because it was reported.
-
-    Attributes:
-        number: of the cell that is running, or ran last.
+    ``number`` is that of the cell that is running, or ran last.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -100,12 +97,9 @@ class MemReport:
         return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
 
     def note(self, before: Reading | None, copies: int, number: int) -> None:
-        """Note what the cell that has run has left.
+        """Note what the cell that has run has left since the reading before, without the bytes of our own copies.
 
-        Args:
-            before: the reading when it began, None where there was none.
-            copies: bytes of host memory that are copies of ours, and no part of the program.
-            number: of the cell; of a retry that was typed in another one, of the cell that was run again.
+        ``number`` is its own; of a retry that was typed in another cell, that of the cell that was run again.
         """
         if before is None:
             return
@@ -135,11 +129,7 @@ class MemReport:
             live.end()
 
     def answer(self, words: list[str]) -> None:
-        """Report as ``words`` ask for.
-
-        Raises:
-            UsageError: they ask for what is not there; nothing is written then.
-        """
+        """Report as ``words`` ask for; nothing is written where they ask for what is not there, a ``UsageError``."""
         from IPython.display import display
 
         from oomdoctor.views import html, report_bundle
@@ -257,7 +247,6 @@ def _check_alone(options: Any) -> None:
 
 
 def _write(options: Any, page: str, shape: str) -> None:
-    """Put the report where it was asked to go, and say what went where."""
     said = []
     if options.snapshot is not None:
         said.append(f"{one_line(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
@@ -305,10 +294,7 @@ _LONGEST_S: Final = 2.0
 
 
 class LiveReport:
-    """One output that is kept up to date until ``end``.
-
-    Args:
-        every_s: time between two looks.
+    """One output that is kept up to date until ``end``, after ``every_s`` each.
 
     Raises:
         UsageError: this is no notebook, and no output can change.

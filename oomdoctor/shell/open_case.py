@@ -113,11 +113,7 @@ def undo(extension: Extension) -> str:
 
 
 def why_not_retried(extension: Extension, outcome: Outcome) -> str:
-    """Return why the failed cell cannot be run again by a command or a button.
-
-    Args:
-        outcome: how it ended.
-    """
+    """Return why the failed cell, which ended so, cannot be run again by a command or a button."""
     if outcome.kind is OutcomeKind.HEALED:
         healed = f"{', '.join(outcome.fixes)} healed it"
         if extension.healed is not None:
@@ -131,11 +127,7 @@ def why_not_retried(extension: Extension, outcome: Outcome) -> str:
 
 
 def _why_not_undone(case: Case | None, passed: str) -> str:
-    """Return why there is nothing to undo, and what the state is.
-
-    Args:
-        passed: what a later cell has done that moved the state on, empty where none has.
-    """
+    """Return why there is nothing to undo, and what the state is; ``passed`` what a later cell has done to that."""
     if case is None:
         return "there is nothing to undo: no cell that ran out of memory was diagnosed so far"
     outcome, cell = case.outcome, case.incident.cell
@@ -169,11 +161,7 @@ def may_fill_in(shell: Any) -> bool:
 
 
 class Filling:
-    """The plan of one failure in the making, while the kernel goes on.
-
-    Args:
-        shown: shows the case with its plan in the place of what was shown before.
-    """
+    """The plan of one failure in the making, while the kernel goes on; ``shown`` shows it in the place of the last."""
 
     def __init__(self, case: Case, planning: Planning, borders: Borders, shown: Shown) -> None:
         self._case: Case | None = case

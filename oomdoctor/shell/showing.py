@@ -51,8 +51,7 @@ def output_place(told: dict[str, str]) -> Any:
 class Shown:
     """One failure on the screen: the last one, until there is another.
 
-    Attributes:
-        tells_end: whether the answer is going to tell how a retry has ended, so that nothing else has to.
+    ``tells_end``: whether the answer is going to tell how a retry has ended, so that nothing else has to.
     """
 
     def __init__(self, extension: Extension) -> None:

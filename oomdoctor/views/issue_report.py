@@ -24,11 +24,7 @@ _OF_FORECAST: Final = ("peak", "reserved", "budget", "slowdown", "error_ratio", 
 
 
 def issue_report(case: Case, *, with_code: bool = False) -> str:
-    """Return the environment and ``case`` as JSON.
-
-    Args:
-        with_code: whether lines, names and messages of the user's program are in it too.
-    """
+    """Return the environment and ``case`` as JSON; with lines, names and messages of the program if ``with_code``."""
     told = jsonable.case(case) if with_code else _figures(case)
     return json.dumps({"environment": environment(), "case": told}, indent=1, ensure_ascii=False)
 

@@ -64,9 +64,6 @@ def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return what a cell put out below a button as one output that is saved with the notebook.
 
     A page shows it where the button's own output is not live.
-
-    Args:
-        outputs: in the form that notebooks keep them in.
     """
     texts, parts = [], []
     for one in outputs:
@@ -134,9 +131,7 @@ class Looks(TypedDict):
 def looks(stream: TextIO | None) -> Looks:
     """Return the width and whether there are colours: on a terminal that has them, unless NO_COLOR is set.
 
-    A kernel's standard output is no terminal.
-
-    Source: https://no-color.org
+    A kernel's standard output is no terminal. Source: https://no-color.org
     """
     coloured = _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in _COLOURLESS
     return Looks(width=_width(stream), colour=coloured)

@@ -51,13 +51,7 @@ class Spot(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A picture as a page shows it.
-
-    Attributes:
-        alt: what it shows, in words.
-        source: the URL of an image.
-        spots: what answers the pointer.
-    """
+    """A picture as a page shows it: the URL of an image, what that shows in words, and what answers the pointer."""
 
     alt: str
     source: str
@@ -67,11 +61,9 @@ class Picture(NamedTuple):
 def picture(
     title: str, alt: str, shapes: Iterable[str], *, kinds: Collection[str], spots: Iterable[Spot], size: str = ""
 ) -> Picture:
-    """Return a picture of SVG elements.
+    """Return a picture of SVG elements, which use the fills of ``kinds`` of memory.
 
-    Args:
-        kinds: of memory, whose fills the elements use; see ``fill``.
-        size: ``width height`` that the elements are drawn in; it is stretched. They are given in shares where it is "".
+    Elements are drawn in ``size``, ``width height``, which is stretched; they are given in shares where it is "".
     """
     title, alt = say(title), say(alt)
     spots = (spot._replace(title=say(spot.title)) for spot in spots)
@@ -123,7 +115,6 @@ class Drawn(NamedTuple):
 
     Attributes:
         kinds: what its colours mean; empty where it has one colour.
-        ticks: labels of the axis of sizes.
         limit: how far from the top the limit is, None where it is beyond the picture or not known.
         peak: the line from the axis to the peak.
         places: what stands below: the lines of the cell.
