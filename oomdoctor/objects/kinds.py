@@ -102,37 +102,33 @@ class PerType(Generic[T]):
 
 
 _BY_NAME: Final = {
-    ("torch", "Tensor"): Kind.TENSOR,
-    ("torch._tensor", "Tensor"): Kind.TENSOR,
-    ("torch.nn.modules.module", "Module"): Kind.MODULE,
-    ("torch.optim.optimizer", "Optimizer"): Kind.OPTIMIZER,
-    ("torch.optim.lr_scheduler", "LRScheduler"): Kind.SCHEDULER,
-    ("torch.optim.lr_scheduler", "_LRScheduler"): Kind.SCHEDULER,
-    ("torch.optim.lr_scheduler", "ReduceLROnPlateau"): Kind.SCHEDULER,
-    ("torch.utils.data.dataloader", "DataLoader"): Kind.LOADER,
-    ("torch.utils.data.dataloader", "_BaseDataLoaderIter"): Kind.ITERATOR,
-    ("torch._C", "Generator"): Kind.GENERATOR_STATE,
-    ("numpy.random._generator", "Generator"): Kind.GENERATOR_STATE,
-    ("random", "Random"): Kind.GENERATOR_STATE,
-    ("numpy.random.mtrand", "RandomState"): Kind.GENERATOR_STATE,
-    ("numpy", "ndarray"): Kind.ARRAY,
-    ("builtins", "dict"): Kind.MAPPING,
-    ("builtins", "list"): Kind.SEQUENCE,
-    ("collections", "deque"): Kind.SEQUENCE,
-    ("builtins", "set"): Kind.SET,
-    ("builtins", "tuple"): Kind.TUPLE,
-    ("builtins", "coroutine"): Kind.ITERATOR,
-    ("_io", "_IOBase"): Kind.ITERATOR,
-    ("builtins", "function"): Kind.CALLABLE,
-    ("builtins", "method"): Kind.CALLABLE,
-    ("functools", "partial"): Kind.CALLABLE,
-    **{
-        ("builtins", name): Kind.ATOM
-        for name in (
-            *("int", "float", "complex", "bool", "str", "bytes", "NoneType", "ellipsis", "range", "slice", "type"),
-            *("builtin_function_or_method", "module", "code", "frozenset", "property"),
-        )
-    },
+    (home, name): kind
+    for kind, home, names in (
+        (Kind.TENSOR, "torch", "Tensor"),
+        (Kind.TENSOR, "torch._tensor", "Tensor"),
+        (Kind.MODULE, "torch.nn.modules.module", "Module"),
+        (Kind.OPTIMIZER, "torch.optim.optimizer", "Optimizer"),
+        (Kind.SCHEDULER, "torch.optim.lr_scheduler", "LRScheduler _LRScheduler ReduceLROnPlateau"),
+        (Kind.LOADER, "torch.utils.data.dataloader", "DataLoader"),
+        (Kind.ITERATOR, "torch.utils.data.dataloader", "_BaseDataLoaderIter"),
+        (Kind.GENERATOR_STATE, "torch._C", "Generator"),
+        (Kind.GENERATOR_STATE, "numpy.random._generator", "Generator"),
+        (Kind.GENERATOR_STATE, "random", "Random"),
+        (Kind.GENERATOR_STATE, "numpy.random.mtrand", "RandomState"),
+        (Kind.ARRAY, "numpy", "ndarray"),
+        (Kind.MAPPING, "builtins", "dict"),
+        (Kind.SEQUENCE, "builtins", "list"),
+        (Kind.SEQUENCE, "collections", "deque"),
+        (Kind.SET, "builtins", "set"),
+        (Kind.TUPLE, "builtins", "tuple"),
+        (Kind.ITERATOR, "builtins", "coroutine"),
+        (Kind.ITERATOR, "_io", "_IOBase"),
+        (Kind.CALLABLE, "builtins", "function method"),
+        (Kind.CALLABLE, "functools", "partial"),
+        (Kind.ATOM, "builtins", "int float complex bool str bytes NoneType ellipsis range slice type"),
+        (Kind.ATOM, "builtins", "builtin_function_or_method module code frozenset property"),
+    )
+    for name in names.split()
 }
 
 

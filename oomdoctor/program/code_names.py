@@ -30,21 +30,15 @@ from typing import Final, NamedTuple
 from oomdoctor.program.compiled import with_inner
 from oomdoctor.program.magics import Loop, tree_of
 from oomdoctor.program.names import call_name, imported, read_names, root_of
+from oomdoctor.program.torch_functions import word_list
 
 EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
 """Stands for all names."""
 ANY_NAME: Final = "*"
 """Stands for the name of an attribute that the text does not tell."""
-_BARE: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "get_ipython", "await", "__name__", "builtins"})
-"""Names by which code gets at whatever there is, if they stand alone: ``model.eval`` is no such."""
-_ANYWHERE: Final = frozenset(
-    {
-        *("__main__", "__globals__", "f_globals", "f_locals", "tb_frame", "_getframe", "currentframe", "user_ns"),
-        *("run_line_magic", "run_cell_magic", "run_cell", "get_objects", "get_referrers", "import_module"),
-    }
-)
-_SHOWN: Final = frozenset({"_", "__", "___", "Out", "_oh"})
-"""The shell's names for what cells have shown, if they are read."""
+_BARE: Final = word_list("python", "everything_alone")
+_ANYWHERE: Final = word_list("python", "everything")
+_SHOWN: Final = word_list("python", "shown")
 _MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*modules", re.MULTILINE)
 _MAY_WRITE: Final = re.compile("STORE_SUBSCR|STORE_SLICE|CALL|BINARY_OP")
 """Instructions that may change what a name stands for in place."""
@@ -53,33 +47,10 @@ _ALONE: Final = re.compile(r"(?<![.\w])\w+")
 _GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
 _STORES: Final = frozenset({opmap["STORE_ATTR"], opmap["DELETE_ATTR"]})
 _BY_NAME: Final = frozenset({"setattr", "delattr"})
-
-
-_METHODS: Final = frozenset(
-    {
-        *("sort", "reverse", "insert", "pop", "popitem", "popleft", "remove", "clear", "update", "setdefault", "add"),
-        *("discard", "rotate", "move_to_end", "subtract", "intersection_update", "difference_update", "__setitem__"),
-        *("symmetric_difference_update", "fill", "put", "partition", "resize", "itemset", "setfield", "byteswap"),
-    }
-)
-"""Methods that change their object, beside those that make it longer."""
-_GROWING: Final = frozenset({"append", "extend", "appendleft", "extendleft"})
-_FUNCTIONS: Final = frozenset(
-    {
-        *("shuffle", "insort", "insort_left", "insort_right", "heapify", "heappush", "heappop", "heapreplace"),
-        *("heappushpop", "copyto", "place", "put", "putmask", "fill_diagonal", "put_along_axis", "setitem", "at"),
-        *("memmove", "memset"),
-    }
-)
-"""Functions that change an argument."""
-_VIEWS: Final = frozenset(
-    {
-        *("T", "flat", "real", "imag", "data", "values", "base", "view", "reshape", "ravel", "transpose", "swapaxes"),
-        *("squeeze", "from_numpy", "as_tensor", "asarray", "numpy", "memoryview", "detach", "frombuffer", "items"),
-        *("enumerate", "zip", "reversed", "iter", "islice"),
-    }
-)
-"""What gives other access to the same items."""
+_METHODS: Final = word_list("python", "changing_methods")
+_GROWING: Final = word_list("python", "growing_methods")
+_FUNCTIONS: Final = word_list("python", "changing_functions")
+_VIEWS: Final = word_list("python", "views")
 _SUBSCRIPTS: Final = re.compile(r"\[[^\]]*\]")
 
 
@@ -295,8 +266,7 @@ def asserts_at(code: CodeType | None, line: int) -> bool:
     return line in raising
 
 
-_ADDS: Final = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "appendleft", "write"})
-"""Methods of containers that make them longer."""
+_ADDS: Final = word_list("python", "adding_methods")
 
 
 @lru_cache(maxsize=64)
