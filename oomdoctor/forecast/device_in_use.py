@@ -57,11 +57,7 @@ class Held:
 
 
 def lies_there(found: Any, card: Card) -> bool:
-    """Whether a real tensor or storage lies on the device.
-
-    Raises:
-        ForecastError: it lies on another one that is not the host.
-    """
+    """Whether a real tensor or storage lies on the device; a ``ForecastError`` where it lies on one of another kind."""
     device: torch.device = found.device
     if device.type in ("cpu", "meta"):
         return False

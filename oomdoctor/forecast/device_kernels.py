@@ -32,7 +32,10 @@ _HALVES: Final = (torch.float16, torch.bfloat16)
 
 _PRODUCTS: Final = frozenset(
     getattr(_aten, name).default
-    for name in "mm bmm addmm baddbmm mv addmv dot vdot _int_mm _addmm_activation addbmm".split()
+    for name in (
+        *("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addbmm"),
+        *("_int_mm", "_addmm_activation"),
+    )
 )
 """Operators that call cuBLAS."""
 _OF_LT: Final = (_aten.addmm.default, _aten._addmm_activation.default)

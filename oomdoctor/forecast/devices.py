@@ -111,11 +111,7 @@ def _lies_there(value: Any) -> bool:
 
 
 def emulate(tracker: DeviceTracker) -> None:
-    """Give this process the device of ``tracker``, for good.
-
-    Raises:
-        ForecastError: it does not work with this torch; the reason says what.
-    """
+    """Give this process the device of ``tracker``, for good; a ``ForecastError`` says why that does not work."""
     from oomdoctor.forecast import device_autocast, device_kernels
     from oomdoctor.sandbox import device_calls
     from oomdoctor.sandbox.card import mend_autograd

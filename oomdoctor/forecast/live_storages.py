@@ -336,8 +336,7 @@ def _virtual(accelerator: Accelerator | None) -> VirtualAccelerator | None:
 def allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
     """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.
 
-    Raises:
-        ForecastError: a real device would not start with them either.
+    A ``ForecastError`` says that a real device would not start with them either.
     """
     device = _virtual(accelerator)
     try:

@@ -165,11 +165,7 @@ class LoopModel:
         return whole * self._first.steps.total() / self._all_steps
 
     def stepped(self, optimizer: object) -> None:
-        """Count a finished optimizer step.
-
-        Raises:
-            StopForecast: nothing new is to be expected from this loop, and it does not ask.
-        """
+        """Count a finished optimizer step; ``StopForecast`` where nothing new is to be expected of such a loop."""
         self._all_steps += 1
         self.searches = self.searches or type(optimizer) is torch.optim.LBFGS
         for loop in self._running:
@@ -185,11 +181,7 @@ class LoopModel:
         self._trains_from = min(self._trains_from, time.monotonic())
 
     def backward_ended(self) -> None:
-        """End what ``backward_begins`` began.
-
-        Raises:
-            StopForecast: there is no optimizer, and enough was seen of a loop that does not ask.
-        """
+        """End what ``backward_begins`` began; ``StopForecast`` where a loop that does not ask has no optimizer."""
         self._depth -= 1
         if self._depth:
             return

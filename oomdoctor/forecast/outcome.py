@@ -274,10 +274,7 @@ def _role(trait: _Trait, last: _Trait) -> Role:
 
 
 def _points(ledger: Ledger) -> list[tuple[int, int, int | None]]:
-    """Return what was alive when the cell began, and then the highest of each bin of events.
-
-    Each is the number of events until then, bytes, and the line.
-    """
+    """Return what was alive when the cell began, and the highest of each bin: events until then, bytes, the line."""
     begun = len(ledger.events) if ledger.begun is None else ledger.begun
     sizes = ledger.alive_after(begun)
     level, line = sum(sizes.values()), None

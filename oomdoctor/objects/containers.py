@@ -288,9 +288,8 @@ class Recipe:
 def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -> Any:
     """Return the value that ``held`` stands for, containers brought back to what they held.
 
-    Args:
-        current: what stands now where the value stood; the original container, if nothing replaced it.
-        memo: containers brought back so far, by ``id``. Without it nothing is changed: a container is returned as is.
+    ``current`` stands now where the value stood. ``memo`` has the containers brought back so far, by ``id``; without it
+    nothing is changed, and a container is returned as is.
     """
     if type(held) is Weak:
         return held.get()

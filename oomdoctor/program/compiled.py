@@ -137,10 +137,7 @@ def does_nothing(cell: str) -> bool:
 
 
 def on_their_lines(statements: str, cell: str) -> str:
-    """Return statements of a cell on the lines that they have in it.
-
-    As they are where it has others, or where another statement of the cell shares a line with one of them.
-    """
+    """Return statements of a cell on their lines in it; as they are where it has others, or a line is shared."""
     wanted = [ast.dump(node) for node in tree_of(statements).body]
     nodes = [(ast.dump(node), node) for node in tree_of(cell).body]
     kept = {line for text, node in nodes if text in wanted for line in lines_of(node)}

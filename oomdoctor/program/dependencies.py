@@ -143,10 +143,8 @@ def unreached(
 ) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
-    Args:
-        line: of the failing cell; None where it is not known, so that all of it may have run.
-        running: ``(cell, line)`` of all that was running.
-        standing: where each of these stood.
+    ``line`` is that of the failing cell, None where it is not known, so that all of it may have run. ``running`` are
+    ``(cell, line)`` of all that was running, and ``standing`` tells where each of these stood.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or program.magic_at(line) is not None:  # a magic may show an error and go on

@@ -97,10 +97,8 @@ _PLAIN: Final = Flow(stops=_stops)
 class Graphs:
     """The graphs that models make in one program, and the gradients that are taken of them.
 
-    Attributes:
-        models: which calls make one.
-        forwards: the methods called ``forward``: any of them may be run by whatever is called.
-        trains: whether anything in the program takes a gradient.
+    Any of ``forwards``, the methods called ``forward``, may be run by whatever is called. ``trains`` tells whether
+    anything in the program takes a gradient.
     """
 
     def __init__(self, program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> None:

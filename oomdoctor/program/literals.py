@@ -48,12 +48,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Number:
-    """A whole number that is written down in a cell.
+    """A whole number that is written down in a cell, which may be one that a condition chooses.
 
-    Attributes:
-        name: what it is bound to, if it is bound to a name.
-        entry: what the cells read it by where it is part of some settings: ``args.batch_size``.
-        is_choice: a condition decides whether it or another one counts.
+    ``entry`` is what the cells read it by where it is part of some settings: ``args.batch_size``.
     """
 
     page: Page

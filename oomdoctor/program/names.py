@@ -127,9 +127,7 @@ def first_uses(source: str) -> dict[str, FirstUse]:
 def read_first(body: Iterable[ast.AST], *, loops_run: bool = True, all_run: bool = False) -> set[str]:
     """Return the names that statements read, or go on from, before they bind them.
 
-    Args:
-        loops_run: what a loop binds is bound behind it; else it may run no time.
-        all_run: what a branch binds is bound behind it as well.
+    ``loops_run``: what a loop binds is bound behind it; else it may run no time. ``all_run``: likewise of a branch.
     """
     found, made = set[str](), set[str]()
     for name, use in _events(body, loops_run):

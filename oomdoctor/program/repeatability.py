@@ -64,9 +64,9 @@ _MOST_NAMES: Final = 100
 class Repetition(NamedTuple):
     """Calls of the failing run, each as ``line N: `call` ``, those of other cells with the cell's number.
 
-    Attributes:
-        once: those that must not be made a second time and may have been made; ``ahead``: were not come to.
-        anew: those that write a file as a whole, whether they were come to or not.
+    ``once`` must not be made a second time and may have been made, ``ahead`` were not come to; ``anew`` write a file as
+    a
+    whole, whether they were come to or not.
     """
 
     once: tuple[str, ...] = ()

@@ -302,11 +302,7 @@ class _Doctor:
 
 
 def run_cell_anywhere(shell: Any, source: str) -> None:
-    """Run ``source`` as a cell on the main thread; return when it is done.
-
-    Raises:
-        NotAvailable: the cell awaits, which a cell of its own can have it do.
-    """
+    """Run ``source`` as a cell on the main thread and wait for it; ``NotAvailable`` where it awaits."""
     if shell.should_run_async(source, transformed_cell=shell.transform_cell(source)):
         raise NotAvailable(f"a cell that awaits is not run again from here: type `{source}` in a cell of its own")
     if threading.current_thread() is threading.main_thread():
