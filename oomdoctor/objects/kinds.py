@@ -101,35 +101,34 @@ class PerType(Generic[T]):
         del self.known[key], self._alive[key]
 
 
-_BY_NAME: Final = {
-    (home, name): kind
-    for kind, home, names in (
-        (Kind.TENSOR, "torch", "Tensor"),
-        (Kind.TENSOR, "torch._tensor", "Tensor"),
-        (Kind.MODULE, "torch.nn.modules.module", "Module"),
-        (Kind.OPTIMIZER, "torch.optim.optimizer", "Optimizer"),
-        (Kind.SCHEDULER, "torch.optim.lr_scheduler", "LRScheduler _LRScheduler ReduceLROnPlateau"),
-        (Kind.LOADER, "torch.utils.data.dataloader", "DataLoader"),
-        (Kind.ITERATOR, "torch.utils.data.dataloader", "_BaseDataLoaderIter"),
-        (Kind.GENERATOR_STATE, "torch._C", "Generator"),
-        (Kind.GENERATOR_STATE, "numpy.random._generator", "Generator"),
-        (Kind.GENERATOR_STATE, "random", "Random"),
-        (Kind.GENERATOR_STATE, "numpy.random.mtrand", "RandomState"),
-        (Kind.ARRAY, "numpy", "ndarray"),
-        (Kind.MAPPING, "builtins", "dict"),
-        (Kind.SEQUENCE, "builtins", "list"),
-        (Kind.SEQUENCE, "collections", "deque"),
-        (Kind.SET, "builtins", "set"),
-        (Kind.TUPLE, "builtins", "tuple"),
-        (Kind.ITERATOR, "builtins", "coroutine"),
-        (Kind.ITERATOR, "_io", "_IOBase"),
-        (Kind.CALLABLE, "builtins", "function method"),
-        (Kind.CALLABLE, "functools", "partial"),
-        (Kind.ATOM, "builtins", "int float complex bool str bytes NoneType ellipsis range slice type"),
-        (Kind.ATOM, "builtins", "builtin_function_or_method module code frozenset property"),
-    )
-    for name in names.split()
+_NAMES: Final = {
+    Kind.TENSOR: ("torch.Tensor", "torch._tensor.Tensor"),
+    Kind.MODULE: ("torch.nn.modules.module.Module",),
+    Kind.OPTIMIZER: ("torch.optim.optimizer.Optimizer",),
+    Kind.SCHEDULER: tuple(
+        f"torch.optim.lr_scheduler.{name}" for name in ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau")
+    ),
+    Kind.LOADER: ("torch.utils.data.dataloader.DataLoader",),
+    Kind.ITERATOR: ("torch.utils.data.dataloader._BaseDataLoaderIter", "builtins.coroutine", "_io._IOBase"),
+    Kind.GENERATOR_STATE: (
+        *("torch._C.Generator", "random.Random"),
+        *("numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"),
+    ),
+    Kind.ARRAY: ("numpy.ndarray",),
+    Kind.MAPPING: ("builtins.dict",),
+    Kind.SEQUENCE: ("builtins.list", "collections.deque"),
+    Kind.SET: ("builtins.set",),
+    Kind.TUPLE: ("builtins.tuple",),
+    Kind.CALLABLE: ("builtins.function", "builtins.method", "functools.partial"),
+    Kind.ATOM: tuple(
+        f"builtins.{name}"
+        for name in (
+            *("int", "float", "complex", "bool", "str", "bytes", "NoneType", "ellipsis", "range", "slice", "type"),
+            *("builtin_function_or_method", "module", "code", "frozenset", "property"),
+        )
+    ),
 }
+_BY_NAME: Final = {tuple(name.rsplit(".", 1)): kind for kind, names in _NAMES.items() for name in names}
 
 
 def _classify(cls: type) -> Kind:

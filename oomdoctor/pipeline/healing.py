@@ -22,15 +22,19 @@ from oomdoctor.model.plan import Candidate, Trial
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
-from oomdoctor.pipeline.candidates import (
+from oomdoctor.pipeline.failure import (
     admitted,
     besides,
     choices_of,
+    diagnose,
+    observe,
+    plan,
+    refused,
     stronger_of,
+    uncounted,
     was_seen_to_fit,
     with_made,
 )
-from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
 from oomdoctor.pipeline.reports import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry

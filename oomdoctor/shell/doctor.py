@@ -400,13 +400,11 @@ async def _heal(extension: Extension, request: Request, attempts: Attempts) -> t
         opened.transaction,
         request.chosen,
         attempts.run,
-        most_attempts=extension.config.attempts,
-        time_budget_s=extension.config.retry_time_s,
         anyway=request.anyway,
         failed=set() if request.anew else opened.failed,
         by_itself=request.by_itself,
         places=lambda: filenames(extension.shell, opened.session.cells.failing.number),
-        plan_s=extension.config.forecast_time_s,
+        **extension.config.limits,
     )
     return pipeline.record(case), error
 

@@ -170,7 +170,6 @@ async def _answer(
         borders.guarded("ranks", lambda: job.circle.leave_talk("memory could not be inspected"))
         extension.tracebacks.send_held()
         return
-    case = found
     failing = opened.session.cells.failing
     attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing), in_its_place=True)
     still = [*threads_at_work(), *left_since(opened.beside)]
@@ -183,14 +182,12 @@ async def _answer(
     together = Together(
         job=job,
         word=word,
-        case=case,
+        case=found,
         session=opened.session,
         transaction=opened.transaction,
         plan=planned,
         losses=still,
-        most_attempts=extension.config.attempts,
-        time_budget_s=extension.config.retry_time_s,
-        plan_s=extension.config.forecast_time_s,
+        **extension.config.limits,
     )
     try:
         done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)

@@ -236,7 +236,7 @@ def report(_extension: Extension, words: list[str]) -> None:
 
     Without `--code` there is no line, name or message of your program in it.
     """
-    from oomdoctor.views.issue_report import issue_report
+    from oomdoctor.views.mime import issue_report
 
     if others := [word for word in words if word != "--code"]:
         raise UsageError(f"report does not take {shown(*others)}")

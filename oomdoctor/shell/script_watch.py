@@ -188,9 +188,7 @@ class Watch:
             transaction=self._transaction,
             plan=planned,
             losses=tuple(losses),
-            most_attempts=self._config.attempts,
-            time_budget_s=self._config.retry_time_s,
-            plan_s=self._config.forecast_time_s,
+            **self._config.limits,
             program=f"{self.part.name}: {self.part.text}",
         )
         ended = drive(self._borders.retried(together.heal(self._run), lambda: self._transaction.restore()))
@@ -244,10 +242,8 @@ class Watch:
             self._transaction,
             chosen,
             self._run_alone,
-            most_attempts=self._config.attempts,
-            time_budget_s=self._config.retry_time_s,
             by_itself=True,
-            plan_s=self._config.forecast_time_s,
+            **self._config.limits,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self.part.namespace, before)

@@ -266,7 +266,7 @@ class _Doctor:
 
     def report(self, *, with_code: bool) -> str:
         """Return the environment and the case as JSON."""
-        from oomdoctor.views.issue_report import issue_report
+        from oomdoctor.views.mime import issue_report
 
         case = next(one for one in pipeline.cases() if one.number == self._number)
         return issue_report(case, with_code=with_code)
