@@ -41,23 +41,17 @@ def source_of(path: Path) -> str:
     """Return the text of a Python file, in the encoding that it declares.
 
     Raises:
-        OSError: it cannot be read.
-        SyntaxError: it declares an encoding that there is not.
-        ValueError: it is in another encoding than that.
+        OSError, SyntaxError, ValueError: it cannot be read, or is in another encoding.
     """
     with tokenize.open(path) as file:
         return file.read()
 
 
 def compile_python(text: str, filename: str, flags: int = 0, *, awaits: bool = False) -> CodeType:
-    """Return the code of a text, with no flags but those that are given.
-
-    Args:
-        awaits: whether it may await at its top level.
+    """Return the code of a text, with no flags but those that are given; ``awaits`` lets its top level await.
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
+        SyntaxError, ValueError: it is not Python.
     """
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if awaits else 0
     code: CodeType = compile(text, filename, "exec", flags=flags, dont_inherit=True)
@@ -87,10 +81,7 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_compiled_from(codes: Iterable[CodeType], text: str) -> bool:
-    """Return whether ``text`` compiles to all of ``codes``: else the file was edited after it was loaded.
-
-    They are of one file.
-    """
+    """Return whether ``text`` compiles to all of ``codes``, of one file: else that was edited after it was loaded."""
     codes = list(codes)
     try:
         # Who runs a script by ``exec`` hands on its own futures.
@@ -145,10 +136,7 @@ def does_nothing(cell: str) -> bool:
 
 
 def on_their_lines(statements: str, cell: str) -> str:
-    """Return statements of a cell on the lines that they have in it.
-
-    As they are where it has others, or where another statement of the cell shares a line with one of them.
-    """
+    """Return statements of a cell on their lines in it; as they are where it has others, or a line is shared."""
     wanted = [ast.dump(node) for node in tree_of(statements).body]
     nodes = [(ast.dump(node), node) for node in tree_of(cell).body]
     kept = {line for text, node in nodes if text in wanted for line in lines_of(node)}
@@ -224,11 +212,10 @@ def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None
     """Return the code of a Python text whose loops and branches call the hooks; it may await at its top level.
 
     Args:
-        last: the name that the value of an expression is bound to with which the text ends; None for none.
+        last: the name that the value of an expression is bound to with which the text ends.
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
+        SyntaxError, ValueError: it is not Python.
     """
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     tree = compile(text, filename, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
@@ -241,10 +228,7 @@ def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None
 
 
 def hooked_functions(text: str, filename: str) -> dict[FunctionKey, CodeType]:
-    """Return the code of each function of a file as ``compile_hooked`` makes it; none where it is not Python.
-
-    Two lambdas of one line look alike, and are left out.
-    """
+    """Return the code of each function of a file as ``compile_hooked`` makes it, but for lambdas that share a line."""
     try:
         _, *inner = with_inner(compile_hooked(text, filename))
     except (SyntaxError, ValueError, RecursionError):
@@ -262,8 +246,6 @@ _VALUED: Final = (ast.Compare, ast.BoolOp, ast.BinOp, ast.Call, ast.Subscript)
 
 
 class _Hooking(ast.NodeTransformer):
-    """Puts calls of the hooks into a tree."""
-
     def __init__(self, counters: frozenset[str]) -> None:
         self._counters = counters
         self._whiles = 0

@@ -31,12 +31,7 @@ asking: Final = set[str]()
 
 
 def compile_asking(text: str, filename: str, flags: int = 0, *, last: str | None = None) -> CodeType:
-    """Return the code of a text whose loops ask.
-
-    Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
-    """
+    """Return the code of a text whose loops ask; a ``SyntaxError`` or ``ValueError`` where it is not Python."""
     asking.add(filename)
     return compile_hooked(text, filename, flags, last=last)
 
@@ -45,8 +40,7 @@ def compile_cell(source: str, filename: str, shell: Any, *, last: str | None = N
     """Return the code of a cell without its magics.
 
     Args:
-        shell: the IPython shell, None in a script.
-        last: the name that the value of an expression is bound to with which the cell ends; None for none.
+        last: the name that the value of an expression is bound to with which the cell ends.
 
     Raises:
         ForecastError: it is not Python, or has a magic that runs code.
@@ -100,11 +94,7 @@ def in_place(session: Session, attempt: Attempt) -> Iterator[None]:
 
 
 def execute(code: CodeType, namespace: dict[str, Any], *, in_loop: bool = False) -> None:
-    """Run a cell; what it has an event loop do later is not done.
-
-    Args:
-        in_loop: whether cells run within an event loop, as those of a kernel do.
-    """
+    """Run a cell, within an event loop as a kernel does or outside; what it has a loop do later is not done."""
     if code.co_flags & inspect.CO_COROUTINE:
         asyncio.new_event_loop().run_until_complete(eval(code, namespace))
         return
