@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo.
-
-    Raises:
-        OomDoctorError: a failure was not healed, the state is not that of a fresh run, or the demo could not run.
-    """
+    """Run the demo; an ``OomDoctorError`` says what was not healed, or left another state than a fresh run."""
     console = Console(stderr=args.json, highlight=False)
     report = asyncio.run(_demo(args.output.resolve(), console))
     if args.json:
@@ -60,11 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def notebook_path() -> Path:
-    """Return where the demo's notebook lies: beside the package in a checkout, inside it in a wheel.
-
-    Raises:
-        NotAvailable: in neither place.
-    """
+    """Return where the demo's notebook lies: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     places = (package / "_notebooks" / _NOTEBOOK, package.parent / "notebooks" / _NOTEBOOK)
     for place in places:
@@ -199,11 +191,7 @@ def fresh_notebook(source: NotebookNode, ends: Iterable[CellEnd]) -> NotebookNod
 
 
 def compare(pairs: Iterable[tuple[str, CellEnd]], fresh: Iterable[CellEnd]) -> list[str]:
-    """Return a line for each healed cell whose state is that of the fresh run, bit for bit.
-
-    Raises:
-        OomDoctorError: a part of the state differs.
-    """
+    """Return a line for each healed cell whose state is a fresh run's, bit for bit; an error where it is not."""
     by_id = {end.cell.id: end for end in fresh}
     lines: list[str] = []
     differences: list[str] = []

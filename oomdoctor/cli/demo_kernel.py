@@ -44,7 +44,6 @@ class Reading:
         number: of the last failure, 0 where there was none; ``case``: its JSON form.
         diagnosis: what of it is told in the words of the notebook; ``notice``: how it ended, nothing before it has.
         edits: of the cells that the fix in place changes.
-        digests: of each part of the state, bit for bit.
     """
 
     number: int = 0
@@ -86,11 +85,7 @@ async def run_notebook(
     on_start: Callable[[NotebookNode], None],
     on_end: Callable[[CellEnd], None],
 ) -> list[CellEnd]:
-    """Run the code cells of ``notebook`` in a fresh kernel and put their outputs into it.
-
-    Args:
-        notebook: changed in place, also when this raises, so that what was reached can be saved.
-        directory: the kernel's working directory.
+    """Run the code cells of ``notebook`` in a fresh kernel and put their outputs into it, also when this raises.
 
     Raises:
         OomDoctorError: a cell failed that is not tagged ``raises-exception``, or the kernel died.

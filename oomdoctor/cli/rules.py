@@ -83,7 +83,6 @@ def _brief(rule: Rule) -> dict[str, object]:
 
 
 def _list(book: RuleBook) -> None:
-    """Print the rules by family, one line each."""
     for rule in sorted(book.rules, key=lambda rule: (_family(rule), -rule.file.confidence, rule.file.id)):
         print(f"{rule.file.id:<36} {rule.file.confidence:4.0%}  {rule.file.cause.value:<20} {say(rule.file.title)}")
     for fault in book.faults:

@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script and return its exit status.
-
-    Raises:
-        UsageError: the script cannot be read, or a size is none.
-    """
+    """Run the script and return its exit status; a ``UsageError`` where it cannot be read, or a size is none."""
     path = Path(args.script)
     source = _read(path)
     for target in filter(None, (args.diff, args.json)):
@@ -182,15 +178,11 @@ class _Compiler(CachingCompiler):
         self.flags &= ~(codeop.PyCF_ALLOW_INCOMPLETE_INPUT | codeop.PyCF_DONT_IMPLY_DEDENT)  # type: ignore[attr-defined]
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        """Return the path of the script."""
         return self._script
 
 
 class _Publisher(DisplayPublisher):
-    """Prints to the standard error what is displayed: the standard output is the script's own."""
-
     def publish(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Print the plain text of what is displayed."""
         if "text/plain" in data:
             print(data["text/plain"], file=sys.stderr)
 
@@ -199,7 +191,6 @@ class ScriptShell(InteractiveShell):
     """Runs the top level of one script as a cell.
 
     Attributes:
-        script: its path.
         anyway: whether it is run again although something of the failed run cannot be undone.
         source: the changed text that a restarted job begins with, None where it is the script's own.
         joins_job: whether the ranks of a job that a launcher has started are healed together.

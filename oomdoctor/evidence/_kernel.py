@@ -120,9 +120,7 @@ _NO_LIMIT: Final = Unavailable("the memory cgroup sets no limit")
 class Cgroup(NamedTuple):
     """The fields of ``HostMemory`` that are a cgroup's, in bytes.
 
-    Attributes:
-        oom_kills: in this process's own group; all else is of the group that binds.
-        own: folder of this process's own group, None where there is none.
+    ``oom_kills`` is of this process's own group, whose folder is ``own``; all else is of the group that binds.
     """
 
     version: Measured

@@ -97,7 +97,6 @@ class _Module(NamedTuple):
         return _mapping(self.own.get(name))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a setting that is true or false."""
         found = self.own.get(name, default)
         return found if _is(found, bool) else default
 
@@ -248,7 +247,6 @@ def _children(module: Any) -> dict[str, Any]:
 
 
 def _runs_in_turn(module: Any) -> bool:
-    """Whether it is a ``Sequential`` with the forward of that class."""
     owner = next((base for base in mro_of(type(module)) if "forward" in members_of(base)), None)
     return owner is not None and owner.__name__ == "Sequential" and owner.__module__ == f"{_LAYERS}container"
 
@@ -311,10 +309,7 @@ def parameters(roots: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def sizes(tensors: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return of each tensor how many elements it has and the bytes of one.
-
-    A parameter of a lazy module has none as yet: asked through ``__torch_function__``, it would raise.
-    """
+    """Return of each tensor how many elements it has and the bytes of one; a lazy parameter has none as yet."""
     tensors = [one for one in tensors if kind_of(type(one)) is Kind.TENSOR]
     if not tensors:  # torch may not be loaded
         return []

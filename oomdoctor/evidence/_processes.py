@@ -83,7 +83,6 @@ def read(*, in_full: bool = True, most_walked: int = _MOST_WALKED) -> Processes:
 
 
 def _children(own: psutil.Process, left: int) -> Iterator[HostProcess]:
-    """Yield the processes below ``own``, the largest first."""
     below = own.children(recursive=True)
     if not below:
         return
@@ -166,7 +165,6 @@ def _loader_name(iterator: dict[str, Any]) -> str | None:
 
 
 def _label(process: psutil.Process, known: dict[int, str], own_command: list[str]) -> str:
-    """Return what ``process`` is called."""
     if process.pid in known:
         return known[process.pid]
     name, words = process.name(), _command(process)

@@ -137,7 +137,6 @@ def _distributed(basis: Sequence[Call], modules: _Objects) -> str | None:
 
 
 def _finds_unused(call: Call) -> bool:
-    """Whether DDP is told to look for parameters without a gradient in each step."""
     names = ("find_unused_parameters", "ddp_find_unused_parameters")
     by_strategy = "find_unused_parameters_true" in str(call.literals.get("strategy"))
     return by_strategy or any(call.literals.get(name) is True for name in names)
@@ -169,7 +168,6 @@ def _sequence_varies(program: Program, basis: Sequence[Call], loaders: _Objects)
 
 
 def _tells_mixed(call: Call) -> bool:
-    """Whether a trainer is told to compute in mixed precision."""
     if not _TRAINERS.search(call.name):
         return False
     given = call.literals
@@ -222,8 +220,7 @@ def batch_sizes(loaders: Iterable[tuple[str, Any]]) -> tuple[tuple[str, int], ..
 def loaders(found: Iterable[tuple[str, Any]], *, tries: bool = True) -> tuple[LoaderFacts, ...]:
     """Return the facts of each loader, in their order.
 
-    Args:
-        tries: whether samples are made in a copy of the process, to tell whether they depend on their worker.
+    ``tries``: whether samples are made in a copy of the process, to tell whether they depend on their worker.
     """
     return tuple(_facts(path, plain_dict(loader) or {}, tries) for path, loader in found)
 

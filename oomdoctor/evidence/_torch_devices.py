@@ -99,10 +99,7 @@ def _pool(segment: dict[str, Any]) -> tuple[int, int]:
 
 
 def _title(pool: tuple[int, int]) -> str:
-    """Return who made a pool: a graph numbers the first place of its id, a handle or ``MemPool`` the second.
-
-    Source: ``MempoolId_t`` in c10/core/Allocator.h.
-    """
+    """Return who made a pool: a graph numbers the first place of its id (``MempoolId_t``), a ``MemPool`` the second."""
     made_by_capture, made_by_handle = pool
     if made_by_capture:
         return f"pool {made_by_capture} of a captured graph"
@@ -167,11 +164,7 @@ class TorchAccelerator:
         self._call("empty_cache", of_all=True)
 
     def _call(self, name: str, *, of_all: bool = False, **options: Any) -> Any:
-        """Return what a function of the backend answers for this device, or why it does not.
-
-        Args:
-            of_all: the function is for all devices and takes none.
-        """
+        """Return what a function of the backend answers for this device, or without it, or why it does not."""
         function = getattr(getattr(torch, self.kind, None), name, None)
         if function is None:
             return Unavailable(f"torch {torch.__version__} has no torch.{self.kind}.{name}")
@@ -192,7 +185,6 @@ class TorchAccelerator:
         return found if isinstance(found, Unavailable) else list(found)
 
     def _totals(self) -> tuple[Measured, Measured]:
-        """Return what is free and what there is."""
         found = self._call("mem_get_info")
         if not isinstance(found, Unavailable):
             return int(found[0]), int(found[1])
@@ -226,7 +218,6 @@ class TorchAccelerator:
         return int(total * fraction) if fraction < 1 else Unavailable("no cap is set for this process")
 
     def _card(self) -> tuple[driver.Card | Unavailable, str | Unavailable]:
-        """Return what the driver tells of the card, and what the card calls itself."""
         properties = self._call("get_device_properties")
         if isinstance(properties, Unavailable):
             return properties, properties
@@ -279,8 +270,7 @@ def unused(index: int | None, card: driver.Card) -> DeviceMemory:
 def initialised(kind: str) -> tuple[int, ...]:
     """Return the indices of the devices of a kind that this process has initialised; initialises none.
 
-    A CUDA device counts once it has a context: asking another for its memory would make one, which takes some hundred
-    MiB of it.
+    A CUDA device counts once it has a context: asking for its memory would make one, which takes some hundred MiB.
     """
     module = getattr(torch, kind, None)
     begun = getattr(module, "is_initialized", None)

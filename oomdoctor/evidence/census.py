@@ -138,7 +138,6 @@ class _Count:
         self._may_pin = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def run(self) -> tuple[Census, ...]:
-        """Walk from all roots, then let the owners claim in their order."""
         found = [met for roots in self._roots() for met in self._walk.run(roots)]
         self._claim_all(found)
         self._claim_hidden()
@@ -218,7 +217,6 @@ class _Count:
                 ]
 
     def _claim_modules(self) -> None:
-        """Claim parameters, gradients and buffers of the modules met since the last time."""
         self._note_steps()
         while self._walk.modules:
             path, module = self._walk.modules.popleft()
@@ -330,7 +328,6 @@ class _Count:
                 self._inputs.update(key for key, *_ in storages_of(given))
 
     def _claim_held(self, held: _Held) -> None:
-        """Claim the tensors that a path leads to, and their gradients."""
         found, frees = held.found, self._frees(held)
         tensors = found.tensors
         if not held.saved and len(tensors) > 1 and len(set(map(id, map(type, tensors)))) == 1:
@@ -347,7 +344,6 @@ class _Count:
             self._claim_gradient(tensor, found.path_of(index), None)
 
     def _role_of(self, held: _Held, tensor: Any, saved: Saved | None) -> Role:
-        """Return what a tensor that a path leads to is there for."""
         found, root = held.found, held.found.path.root
         if held.origin is Origin.OUTPUT:
             return Role.OUTPUT_CACHE
@@ -386,7 +382,6 @@ class _Count:
         return self._program.appends[root].replace(".detach()", ".item()" if is_scalar else ".detach()")
 
     def _claim_saved(self, held: _Held) -> None:
-        """Claim what the graphs behind the tensors of a path hold."""
         found, frees = held.found, self._frees(held)
         for index, saved in enumerate(held.saved):
             if saved is None or not (saved.tensors or saved.leaves):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -27,10 +27,10 @@ from oomdoctor.objects.frames import own_names
 from oomdoctor.objects.kinds import Kind, kind_of, module_of, mro_of, name_of, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import kept_tensors
+from oomdoctor.program.code_names import growing
 from oomdoctor.program.definitions import Program, read
 from oomdoctor.program.dependencies import Ground, ground, is_gradless_at, lines_among, unreached
 from oomdoctor.program.gradients import runs_model
-from oomdoctor.program.growing_names import growing
 from oomdoctor.program.names import FirstUse, bound_names, first_uses
 from oomdoctor.program.repeatability import Repetition, not_repeatable
 from oomdoctor.program.training_loops import training_loops
@@ -55,85 +55,85 @@ def facts(
     tries: bool = True,
     is_kept: bool = False,
 ) -> CodeFacts:
-    """Return what the cells and the objects show.
+    """Return what the cells and the objects show; types and dictionaries of what is in the globals are looked at.
 
     Args:
-        cells: the cells that were run, the failing one last.
-        namespace: the globals that they ran in; only types and dictionaries of its values are looked at.
-        modules: ``(path, nn.Module)`` of each root module found there.
-        optimizers: likewise; ``loaders``: likewise.
-        local: ``(path, nn.Module, (cell, line))`` of each that only locals of a function lead to, with where it begins;
-            ``local_optimizers``: likewise.
-        line: line of the failing cell that was running, to tell whether autograd was off there.
-        running: ``(cell, line)`` of all that was running, functions of earlier cells included.
-        standing: where each function of ``running`` stood.
-        passed: the trainer of a library that the failure came out of.
-        loaded: names of the modules that this process has imported.
-        detectors: what finds the practice that a fix mends, by the id of the fix.
+        modules, optimizers, loaders: ``(path, object)``; to ``local`` ones only locals lead, of a function that begins
+            at ``(cell, line)``.
+        line: of the failing cell, that was running; ``running``: ``(cell, line)`` of all that was, and stood so.
+        passed: the trainer of a library that the failure came out of; ``loaded``: the names of loaded modules.
         tries: whether samples of loaders with workers are made in a copy of the process.
         is_kept: whether every tensor was copied when the failing cell began.
     """
     modules, optimizers, loaders, running = tuple(modules), tuple(optimizers), tuple(loaders), tuple(running)
-    local, own_optimizers = tuple(local), [(path, optimizer) for path, optimizer, _ in local_optimizers]
-    stepping = [*optimizers, *own_optimizers]
-    models, losses = _models.models(modules, stepping), _models.losses(modules)
-    kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
-    kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
-    kinds |= {path: "optimizer" for path, _ in optimizers}
-    kinds |= {model.path: "model" for model in models} | {loss.path: "loss" for loss in losses}
+    own_optimizers = [(path, optimizer) for path, optimizer, _ in local_optimizers]
+    told = _of_objects(modules, optimizers, tuple(local), own_optimizers)
+    kinds = _kinds(namespace, optimizers) | {one.path: "model" for one in told["models"]}
+    kinds |= {one.path: "loss" for one in told["losses"]}
     program = read(cells)
     under = ground(program)
     ahead = _ahead(program, cells.failing.source, namespace, line, running, standing or {})
     off = {name for name, value in namespace.items() if value is False}
     repetition = _repetition(program, cells.failing.source, namespace, under, ahead, off=off, is_kept=is_kept)
     loops = training_loops(program, kinds, line, running)
-    objects = Objects(
-        namespace=namespace,
-        modules=modules,
-        optimizers=optimizers,
-        loaders=loaders,
-        models=models,
-        losses=losses,
-        kinds=kinds,
-        loops=loops,
-        line=line,
-    )
-    practices = detectors or {}
-    late = lines_among(program, ahead)
-    met = {detect: detect(program, objects) for detect in practices.values()}  # several fixes may mend one practice
+    found = {"modules": modules, "optimizers": optimizers, "loaders": loaders, "models": told["models"]}
+    objects = Objects(namespace=namespace, losses=told["losses"], kinds=kinds, loops=loops, line=line, **found)
     return CodeFacts(
+        **told,
+        **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
         failing_cell=cells.failing.number,
         loops=tuple(replace(loop, batch_shape=_batch_shape(loop, namespace)) for loop in loops),
-        models=models,
-        local_models=tuple(
-            replace(model, scope=scope)
-            for path, module, scope in local
-            for model in _models.models([(path, module)], stepping)
-        ),
-        losses=losses,
-        optimizers=tuple((path, _models.kind_of_optimizer(optimizer)) for path, optimizer in optimizers),
-        steppers=_models.optimizers(optimizers),
-        local_steppers=_models.optimizers(own_optimizers),
         runs_model=runs_model(program, kinds),
         not_repeatable=repetition.once,
         not_reached=repetition.ahead,
         written_anew=repetition.anew,
         grad_disabled=is_gradless_at(program, {(program.failing, line), *running}),
         hooks=kept_tensors.hooks(program, under),
-        classes=_models.classes([*modules, *((path, module) for path, module, _ in local)]),
         batch_sizes=_program_settings.batch_sizes(loaders),
         loaders=_program_settings.loaders(loaders, tries=tries),
-        sharing_strategy=_program_settings.sharing_strategy(),
-        native_bfloat16=native_bfloat16(),
-        float32_only=float32_only(model for _, model in modules),
-        world_size=world_size(),
-        replicas=replicas(modules),
         reruns=_reruns(cells),
         grows=() if line is None else _grows(cells),
         trainers=trainers(program, under, passed, modules),
-        **_program_settings.told(program, under, modules, loaders, loaded, line, off | _off_within(namespace)),
-        sites={fix: _timed(fix, met[detect], late, running) for fix, detect in practices.items() if met[detect]},
+        sites=dict(_sites(program, objects, detectors or {}, lines_among(program, ahead), running)),
     )
+
+
+def _sites(
+    program: Program, objects: Objects, practices: Mapping[str, Detect], late: Container[tuple[int, int]], running: Any
+) -> Iterator[tuple[str, tuple[Site, ...]]]:
+    met = {detect: detect(program, objects) for detect in practices.values()}  # several fixes may mend one practice
+    yield from ((fix, _timed(fix, met[one], late, running)) for fix, one in practices.items() if met[one])
+
+
+def _kinds(namespace: Mapping[str, Any], optimizers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    kinds = {name: "scheduler" for name, value in namespace.items() if kind_of(type(value)) is Kind.SCHEDULER}
+    kinds |= {name: kind for name, value in namespace.items() if (kind := jittor.role_of(type(value))) is not None}
+    return kinds | {path: "optimizer" for path, _ in optimizers}
+
+
+def _of_objects(
+    modules: Sequence[tuple[str, Any]],
+    optimizers: Sequence[tuple[str, Any]],
+    local: Sequence[tuple[str, Any, tuple[int, int]]],
+    local_optimizers: Sequence[tuple[str, Any]],
+) -> dict[str, Any]:
+    """Return the fields of ``CodeFacts`` that the objects tell, and this process."""
+    stepping = [*optimizers, *local_optimizers]
+    own = [(model, scope) for path, module, scope in local for model in _models.models([(path, module)], stepping)]
+    return {
+        "models": _models.models(modules, stepping),
+        "local_models": tuple(replace(model, scope=scope) for model, scope in own),
+        "losses": _models.losses(modules),
+        "optimizers": tuple((path, _models.kind_of_optimizer(optimizer)) for path, optimizer in optimizers),
+        "steppers": _models.optimizers(optimizers),
+        "local_steppers": _models.optimizers(local_optimizers),
+        "classes": _models.classes([*modules, *((path, module) for path, module, _ in local)]),
+        "sharing_strategy": _program_settings.sharing_strategy(),
+        "native_bfloat16": native_bfloat16(),
+        "float32_only": float32_only(model for _, model in modules),
+        "world_size": world_size(),
+        "replicas": replicas(modules),
+    }
 
 
 def _grows(cells: Cells) -> tuple[tuple[str, str], ...]:
@@ -179,7 +179,6 @@ def _repetition(
 
 
 def _reruns(cells: Cells) -> int:
-    """Return how often the failing cell had run before."""
     source = cells.failing.source.strip()
     return sum(cell.source.strip() == source for cell in cells.history[:-1]) if source else 0
 
@@ -197,12 +196,9 @@ def _off_within(namespace: Mapping[str, Any]) -> set[str]:
 def _timed(
     fix: str, sites: tuple[Site, ...], late: Container[tuple[int, int]], running: Iterable[tuple[int, int]]
 ) -> tuple[Site, ...]:
-    """Return sites with whether what they make may take memory by now.
+    """Return sites with whether what they make may take memory by now; ``late`` are ``(cell, line)`` not reached.
 
     A forward that nothing is differentiated of lets go of what it saved when it ends.
-
-    Args:
-        late: ``(cell, line)`` of all that was not reached.
     """
     return tuple(
         replace(one, holds=False)
@@ -226,7 +222,6 @@ def _batch_shape(loop: TrainingLoop, namespace: Mapping[str, Any]) -> tuple[int,
 
 
 def _home(value: object) -> tuple[str, ...]:
-    """Return the dotted name by which a module, function or class is defined."""
     if type(value) is partial:
         return _home(value.func)
     if type(value) is ModuleType:
@@ -248,9 +243,8 @@ _TRIAL_S: Final = 10.0
 def native_bfloat16() -> bool | None:
     """Whether the CUDA device computes in bfloat16 itself; None where CUDA is not in use in this process.
 
-    Asked of the properties that torch has read, so that nothing is set up on the device.
-
-    Source: ``torch.cuda.is_bf16_supported``: compute capability 8.0, and every device of ROCm.
+    Asked of the properties that torch has read, so that nothing is set up. Source: ``torch.cuda.is_bf16_supported``:
+    compute capability 8.0, and every device of ROCm.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

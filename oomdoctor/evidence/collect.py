@@ -51,7 +51,7 @@ from oomdoctor.objects.frames import (
 from oomdoctor.objects.kinds import Kind, kind_of, name_of, spelled
 from oomdoctor.objects.named import class_attributes, output_cache, own_underscores, user_names
 from oomdoctor.program import torch_functions
-from oomdoctor.program.growing_names import growing
+from oomdoctor.program.code_names import growing
 from oomdoctor.program.names import bound_names, loop_results, loop_targets
 from oomdoctor.sandbox import reserve
 
@@ -155,7 +155,6 @@ def _program(
     code: CodeFacts,
     passed_over: frozenset[int],
 ) -> census.Program:
-    """Return what the census sets out from."""
     from oomdoctor.evidence import census
 
     namespace = spelled(session.namespace)
@@ -187,11 +186,8 @@ def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tupl
     The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
     freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
     garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
-    and no name leads from them to their frames. So at a failure all that the collector knows are looked through.
-
-    Args:
-        exc: the failure at hand, which is none of them; without one, only what was last shown is looked at.
-        filenames: of the code of cells.
+    and no name leads from them to their frames. So at a failure, ``exc``, all that the collector knows are looked
+    through; without one, only what was last shown is looked at.
     """
     own = {id(link) for link in chained(exc)}
     found: dict[int, BaseException] = {}
@@ -313,9 +309,8 @@ def largest(
 ) -> tuple[HostHolding, ...]:
     """Return the names that lead to the most memory that is no tensor's, from a MiB on, the largest first.
 
-    Args:
-        passed_over: objects by their ``id`` that lead nowhere here.
-        of_variable: returns the size of a variable of Jittor's; these alone are looked for then.
+    Objects whose ``id`` is ``passed_over`` lead nowhere here. ``of_variable`` returns the size of a variable of
+    Jittor's; these alone are looked for then.
     """
     search = _Search(set(passed_over), of_variable)
     leading = (one for one in names if id(type(one[1])) not in _LEAVES or sys.getsizeof(one[1]) >= MIB)
@@ -324,8 +319,6 @@ def largest(
 
 
 class _Search:
-    """One search through several names. Short-lived."""
-
     def __init__(self, seen: set[int], of_variable: Callable[[Any], int] | None) -> None:
         self._seen, self._of_variable = seen, of_variable
         self._left = _MOST_OBJECTS if reserve.has_room(_ROOM_FOR_ALL) else _MOST_WHERE_SHORT

@@ -17,10 +17,7 @@ from oomdoctor.model.unavailable import Unavailable
 
 
 class MetalAccelerator:
-    """The one ``mps`` device.
-
-    ``reserved`` is what Metal gave this process, buffers of its own libraries included.
-    """
+    """The one ``mps`` device; ``reserved`` is what Metal gave this process, buffers of its own libraries included."""
 
     name = "mps:0"
     measure = "nothing: torch.mps keeps no high-water mark"
@@ -126,10 +123,7 @@ def _unused_cuda(cards: tuple[object, ...] | Unavailable) -> str:
 
 
 def _kinds() -> tuple[str, ...]:
-    """Return the kinds whose modules tell of themselves whether they are initialised.
-
-    An extension of torch gives its name to the device type ``privateuseone``.
-    """
+    """Return the kinds whose modules tell whether they are initialised; an extension may name ``privateuseone``."""
     extension = torch._C._get_privateuse1_backend_name()
     return ("cuda", "xpu", "mtia", *(() if extension == "privateuseone" else (extension,)))
 

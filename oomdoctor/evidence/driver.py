@@ -88,8 +88,7 @@ class Card:
     """One card, or one part of a card that is divided (MIG), in bytes.
 
     Attributes:
-        uuid: ``GPU-…`` or ``MIG-…``.
-        label: its name with the version of the driver.
+        uuid: ``GPU-…`` or ``MIG-…``; ``label``: its name with the version of the driver.
         used: what all processes use; memory that the driver keeps for itself is left out where it tells it apart.
         processes: the largest first; none is marked as this process's own.
     """
@@ -274,11 +273,9 @@ class Shares(NamedTuple):
 
 
 def shares(card: Card | Unavailable, reserved: Measured, *, in_use: bool = True) -> Shares:
-    """Share out a card's memory between this process and the others.
+    """Share out a card's memory between this process, whose allocator holds ``reserved``, and the others.
 
-    Args:
-        reserved: bytes that this process's allocator holds there.
-        in_use: torch has a context there; else this process is taken to use what the driver lists for it, or nothing.
+    ``in_use``: torch has a context there; else this process is taken to use what the driver lists for it, or nothing.
     """
     if isinstance(card, Unavailable):
         return Shares(processes=card, context=card, elsewhere=card)

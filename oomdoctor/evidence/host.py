@@ -34,12 +34,10 @@ _COUNTED: Final = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}
 
 
 def read(root: Path = _kernel.ROOT, *, in_full: bool = True) -> HostMemory:
-    """Return the host's memory as this process sees it.
+    """Return the host's memory as this process sees it; ``root`` has ``proc``, ``sys`` and ``dev``.
 
-    Args:
-        root: folder in which ``proc``, ``sys`` and ``dev`` are.
-        in_full: also read what takes the longer the more there is of it: shared pages, the processes that this one
-            started, mappings. All that ``binding_limit`` looks at is read in any case.
+    In full, it has also what takes the longer the more there is of it: shared pages, the processes that this one
+    started, mappings. All that ``binding_limit`` looks at is read in any case.
     """
     machine = _of_linux(root) if psutil.LINUX else _by_psutil()
     group = _kernel.cgroup(root)

@@ -41,8 +41,6 @@ _CLEARS: Final = "torch._C._cuda_clearCublasWorkspaces()"
 
 @dataclass(slots=True)
 class _Sum:
-    """Bytes and number of some storages, and the tensor in the largest of them."""
-
     bytes: int = 0
     count: int = 0
     most: int = 0
@@ -83,11 +81,7 @@ class Entry:
 
 
 class Ledger:
-    """Storages with their owners, while the census is taken. Short-lived: it holds tensors.
-
-    Args:
-        places: the devices that are searched.
-    """
+    """Storages with their owners on some devices, while the census is taken. Short-lived: it holds tensors."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -112,9 +106,7 @@ class Ledger:
         """Give the storages of ``tensors`` that have no owner yet to ``path``.
 
         Args:
-            items: first and last index, exclusive, of their holders in the sequence at ``path``; None where the path
-                is their own.
-            sliceable: whether that sequence can be sliced.
+            items: first and last index, exclusive, of their holders in the sequence at ``path``, if it is of several.
             suffix: written behind the path: that the graph of what stands there holds them.
             frees: the statement that lets go of them, where not the path is to be cut.
         """
@@ -214,11 +206,9 @@ class Ledger:
         return known
 
     def censuses(self, notes: tuple[str, ...], ways: Ways | None) -> tuple[Census, ...]:
-        """Return one census for each place, in their order.
+        """Return one census for each place, in their order, each with ``notes``.
 
-        Args:
-            notes: sentences for each of them.
-            ways: who else leads to what the paths lead to; None where not all of that was looked at.
+        ``ways`` tells who else leads to what the paths lead to; None where not all of that was looked at.
         """
         self._claim_workspaces()
         pairs = zip(self._places, self._entries, strict=True)

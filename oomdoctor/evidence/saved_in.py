@@ -48,9 +48,8 @@ _MOST_OF_LAYER: Final = 2
 class Modules:
     """The modules that a name leads to, by the ``id`` of their path.
 
-    Attributes:
-        named: all of them; ``running``: those that have a forward; ``composed``: those that consist of several layers.
-        running_last: the innermost that was running when the program failed.
+    ``running`` have a forward, and ``composed`` consist of several layers; ``running_last`` is the innermost that was
+    running when the program failed.
     """
 
     named: dict[int, Path] = field(default_factory=dict)
@@ -148,7 +147,6 @@ class _Nodes:
         self._of_owner: dict[int, Path | None] = {}
 
     def meet(self, node: Any, owner: Entry) -> None:
-        """Take note that ``node`` saved the parameter of ``owner``."""
         module = self._of(owner)
         if node in self._own:
             self._own[node] = self._modules.common(self._own[node], module)

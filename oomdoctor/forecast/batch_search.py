@@ -36,12 +36,7 @@ Price: TypeAlias = Callable[[Sequence[int]], Sequence[Forecast]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How the batch size of the cells is read and changed; it comes as a value, as fixes do.
-
-    Attributes:
-        now: samples in a batch, or why that cannot be told.
-        at: the cells with batches of so many samples.
-    """
+    """How the batch size of the cells is read (``now``), and changed to so many samples; a value, as fixes are."""
 
     now: Callable[[Cells, Evidence], int | Refused]
     at: Callable[[Cells, Evidence, int], Patch | Refused]
@@ -59,7 +54,6 @@ def largest_batch(
     """Return the largest batch of the last cell of ``session`` that fits, or why it is not told.
 
     Args:
-        forecast: what the cell needs as it stands.
         ahead: returns the evidence with what the cell will have made itself.
         time_s: for all forecasts.
     """
@@ -93,10 +87,9 @@ def largest_batch(
 
 
 def largest(now: int, forecast: Forecast, price_batches: Price, *, has_time: Callable[[], bool]) -> LargestBatch:
-    """Return the largest batch whose forecast fits.
+    """Return the largest batch whose forecast fits, from the batch of ``now`` samples and its ``forecast`` on.
 
     Args:
-        now: samples in a batch as the cell stands; ``forecast``: what it needs so.
         price_batches: forecasts the cell with batches of these sizes; called again and again.
         has_time: whether there is time for more forecasts.
     """
@@ -149,7 +142,6 @@ def _where_the_line_ends(known: dict[int, Forecast], low: int, budget: int) -> i
 
 
 def _between(known: dict[int, Forecast], low: int, high: int, budget: int) -> int:
-    """Return where the line from a size that fits to one that does not meets the budget."""
     least, most = _needs(known[low]), _needs(known[high])
     share = (budget - least) / (most - least) if most > least else 0.5
     return min(max(low + int((high - low) * share), low + 1), high - 1)

@@ -29,9 +29,6 @@ _STEPS: Final = 4
 class Combinations:
     """What is put together of the changes of a plan, and added to them.
 
-    Args:
-        changes: those of the plan.
-
     Attributes:
         settings: of the allocator, to be put beside changes.
         evidence: what changes are written from.
@@ -50,8 +47,7 @@ class Combinations:
     def put_together(self, peak: int) -> bool:
         """Put changes together, as no single one was enough; return whether there is something new to ask.
 
-        Args:
-            peak: bytes that the unchanged cell needs.
+        ``peak`` is what the unchanged cell needs, in bytes.
         """
         self.set_allocator_beside()
         if self._pairs is None:
@@ -67,11 +63,7 @@ class Combinations:
         return False
 
     def offer_unpriced(self, peak: int, why: str) -> None:
-        """Offer two changes that keep the results in their strongest doses, without a forecast: no single one fits.
-
-        Args:
-            why: there is no forecast.
-        """
+        """Offer two changes that keep the results in their strongest doses, which ``why`` have no forecast."""
         for pair in self._possible_pairs(peak):
             change = self._of_two(pair, 1, peak)
             alike = [done for done in self._changes if done.fixes == change.fixes]
@@ -93,9 +85,7 @@ class Combinations:
     def set_allocator(self, parts: Parts, reading: Reading, told: Forecast) -> None:
         """Offer settings of the allocator beside a dose, where the trace of its dry run fits with them.
 
-        Args:
-            parts: the dose, empty for the unchanged cell.
-            told: its forecast without them.
+        The dose is empty for the unchanged cell; ``told`` is its forecast without them.
         """
         for part in self.settings:
             forecast = reading.with_settings(part.fix.allocates, told)
@@ -131,7 +121,6 @@ class Combinations:
 
 
 def _beats(done: Change, pair: tuple[Change, Change]) -> bool:
-    """Whether a change that fits makes this pair needless."""
     keeps = all(one.effect in KEEPING for one in pair)
     return done.search.found is not None and (done.effect in KEEPING or not keeps)
 

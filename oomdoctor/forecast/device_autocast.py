@@ -71,7 +71,6 @@ def replace(tracker: DeviceTracker, check: Callable[[], None]) -> None:
 
 
 def _register(tracker: DeviceTracker) -> None:
-    """Put the rules on their key, once."""
     global _library, _fallback
     _fallback = _torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     _fallback.m.fallback_fallthrough("AutocastPrivateUse1")  # operators without a rule are left as they are
@@ -114,14 +113,11 @@ class _Probe(torch.Tensor):
 
 
 def rules() -> dict[str, str | None]:
-    """Return what autocast of CUDA does with each operator that it has a kernel for.
+    """Return what autocast of CUDA does with each operator: names of ``_RULES``, None where its kernel tells nothing.
 
     The lower precision is float16 meanwhile. A kernel that casts floats is told by what it does with those alone, one
     that casts halves by those, and one that promotes by both at once; one that asks for a type is told by having it
     among its arguments.
-
-    Returns:
-        Names of ``_RULES``, None for an operator whose kernel tells nothing.
     """
     found: dict[str, str | None] = {}
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()

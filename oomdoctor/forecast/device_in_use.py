@@ -57,11 +57,7 @@ class Held:
 
 
 def lies_there(found: Any, card: Card) -> bool:
-    """Whether a real tensor or storage lies on the device.
-
-    Raises:
-        ForecastError: it lies on another one that is not the host.
-    """
+    """Whether a real tensor or storage lies on the device; a ``ForecastError`` where it lies on one of another kind."""
     device: torch.device = found.device
     if device.type in ("cpu", "meta"):
         return False
@@ -81,13 +77,8 @@ def _tensors() -> Iterator[torch.Tensor]:
 def relabel(tracker: DeviceTracker, held: Held, *, is_emptied: bool) -> Layout | None:
     """Put a fake behind every tensor that lies on the device, and count what is held there.
 
-    Args:
-        tracker: follows that device.
-        held: what lies there.
-        is_emptied: see ``Layout``.
-
     Returns:
-        Where it lies in the allocator's segments; None where these are not known.
+        Where it lies in the allocator's segments; None where these are not known. For ``is_emptied`` see ``Layout``.
 
     Raises:
         ForecastError: one of them has a layout that is not followed.
@@ -147,11 +138,7 @@ def _refuse_backward_through(recorded: set[Any], card: Card) -> None:
 
 
 def bring_back(tracker: DeviceTracker, held: Held, prepare: Callable[[], None]) -> None:
-    """Restore the start of the cell on the fakes; to be called inside of the modes.
-
-    Raises:
-        ForecastError: it could not be restored.
-    """
+    """Restore the start of the cell on the fakes, inside of the modes; a ``ForecastError`` where that fails."""
     try:
         with _as_on_the_device(tracker, held):
             prepare()

@@ -33,17 +33,8 @@ _HALVES: Final = (torch.float16, torch.bfloat16)
 _PRODUCTS: Final = frozenset(
     getattr(_aten, name).default
     for name in (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "vdot",
-        "_int_mm",
-        "_addmm_activation",
-        "addbmm",
+        *("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addbmm"),
+        *("_int_mm", "_addmm_activation"),
     )
 )
 """Operators that call cuBLAS."""

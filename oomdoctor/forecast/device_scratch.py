@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from oomdoctor.forecast.host_scratch import dense_copy, matrix_copy
+from oomdoctor.forecast.cost import dense_copy, matrix_copy
 from oomdoctor.forecast.values import named
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 def staging(card: Card, tensor: torch.Tensor, dims: Sequence[int] | None, partial: int) -> tuple[int, ...]:
     """Return the bytes of the buffer and of the semaphores of a reduction; nothing where a block has an output alone.
 
-    Args:
-        dims: over which dimensions; None or none for all.
-        partial: bytes of what is handed over for each output: a sum, or a value with its index.
+    ``partial`` are the bytes of what is handed over for each output: a sum, or a value with its index.
     """
     over = {dim % tensor.dim() for dim in dims} if dims and tensor.dim() else set(range(tensor.dim()))
     shape, strides = tensor.shape, tensor.stride()
@@ -320,7 +318,6 @@ def _of_index_put(_card: Card, given: dict[str, Any], _out: Any) -> Turns:
 
 
 def _table(rows: list[tuple[str, _Rule]]) -> dict[Any, _Rule]:
-    """Return the rules by operator, of those that this torch has."""
     return {getattr(_aten, name): rule for names, rule in rows for name in names.split() if hasattr(_aten, name)}
 
 

@@ -111,11 +111,7 @@ def _lies_there(value: Any) -> bool:
 
 
 def emulate(tracker: DeviceTracker) -> None:
-    """Give this process the device of ``tracker``, for good.
-
-    Raises:
-        ForecastError: it does not work with this torch; the reason says what.
-    """
+    """Give this process the device of ``tracker``, for good; a ``ForecastError`` says why that does not work."""
     from oomdoctor.forecast import device_autocast, device_kernels
     from oomdoctor.sandbox import device_calls
     from oomdoctor.sandbox.card import mend_autograd
@@ -155,7 +151,6 @@ def _build_on_cpu(card: Card) -> None:
 
 
 def _answer(args: Any) -> torch.device:
-    """Answer compiled code that asks for the device of a fake."""
     return _META if args[0].fake_mode.in_kernel_invocation else _CPU
 
 
@@ -298,11 +293,7 @@ _FLOATS = _ROWS * _COLUMNS * 4
 
 
 def check(tracker: DeviceTracker) -> None:
-    """Run the program on ledgers of its own.
-
-    Raises:
-        ForecastError: it failed, or one of its numbers is not what it has to be.
-    """
+    """Run the program on ledgers of its own; a ``ForecastError`` where one of its numbers is not what it has to be."""
     with _apart(tracker):
         _check_moves(tracker)
         _check_step(tracker)
@@ -310,11 +301,7 @@ def check(tracker: DeviceTracker) -> None:
 
 
 def check_autocast(tracker: DeviceTracker) -> None:
-    """Look at the types of what autocast of the device, which is on, makes.
-
-    Raises:
-        ForecastError: one of them is not what it has to be.
-    """
+    """Look at the types of what autocast of the device, which is on, makes; a ``ForecastError`` where one is wrong."""
     with _apart(tracker):
         lower = torch.get_autocast_dtype("cuda")
         tensor = torch.ones(_ROWS, _COLUMNS, device="cuda")
@@ -327,11 +314,7 @@ def check_autocast(tracker: DeviceTracker) -> None:
 
 @contextlib.contextmanager
 def _apart(tracker: DeviceTracker) -> Iterator[None]:
-    """Count what the block makes in ledgers of its own, and say what went wrong in it.
-
-    Raises:
-        ForecastError: something did.
-    """
+    """Count what the block makes in ledgers of its own; a ``ForecastError`` says what went wrong in it."""
     aside = tracker.host, tracker.ledger, tracker.ledgers
     workspaces = tracker.workspaces.swap({})
     tracker.host, tracker.ledger = Ledger(), Ledger()

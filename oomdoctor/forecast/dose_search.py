@@ -84,8 +84,7 @@ class Search:
     def ask(self, points_at: Callable[[range], int | None]) -> int | None:
         """Return the dose to forecast next, None where the search is over or waits for an answer.
 
-        Args:
-            points_at: returns the one of some doses that is likely to be the mildest that fits, None where none is.
+        ``points_at`` returns the one of some doses that is likely to be the mildest that fits, None where none is.
         """
         if self.over or self.asked is not None:
             return None
@@ -118,7 +117,6 @@ class Search:
         self._await_open()
 
     def _await_open(self) -> None:
-        """Wait for no more answers than tell something."""
         awaited = [dose for dose in (self.asked, self.ahead) if dose is not None and dose in self.open]
         self.asked, self.ahead = (*awaited, None, None)[:2]
 
@@ -258,11 +256,7 @@ class Change:
         return min(told.peak for told in self.told.values() if told.peak is not None)
 
     def estimate(self, index: int, unchanged: Forecast, scale: float) -> Forecast:
-        """Return what a dose is thought to need.
-
-        Args:
-            scale: how much larger the activations at the peak are than those that estimates are made of.
-        """
+        """Return what a dose is thought to need, where activations at the peak are ``scale`` times the known."""
         parts = self.doses[index]
         basis, peak = "; ".join(part.proposal.basis for part in parts), None
         if unchanged.peak is not None and not self.breaks:

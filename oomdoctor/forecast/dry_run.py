@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomdoctor.allocator.settings import AllocatorSettings
 from oomdoctor.errors import ForecastError, OomDoctorError
-from oomdoctor.forecast import data_parallel
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.device_in_use import Held, relabel
 from oomdoctor.forecast.device_in_use import bring_back as bring_back_on_fakes
@@ -49,6 +48,7 @@ from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.fork import CANNOT_BE_READ, is_severed
 from oomdoctor.sandbox.openmp import keep_one_thread
+from oomdoctor.sandbox.process_groups import run_ddp_on_fakes
 from oomdoctor.sandbox.restrictions import forbid, orphan_workers
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def bring_back(
     """Restore the start of the cell in this process and count what is alive there; have its functions followed.
 
     Args:
-        prepare: restores it.
-        namespace: that the cell runs in.
-        card: the device to be emulated, None for none.
+        card: the device to be emulated.
         accelerator: the memory that is asked about, None where it is one that nothing lies on yet.
 
     Raises:
@@ -153,12 +151,8 @@ def run(
     """Run ``attempt`` on fake tensors in this process, which is of no use for anything else afterwards.
 
     Args:
-        session: holds the namespace that the attempt runs in.
-        attempt: what to run.
-        start: what was alive before.
-        budget: capacity to replay the allocations in.
         cached: whether a caching allocator stands between the tensors and the device.
-        card: the device to be emulated, None for none.
+        card: the device to be emulated.
         time_s: time after which the run is cut.
         others: further settings of the allocator that are asked about.
     """
@@ -200,7 +194,6 @@ def run(
 
 
 def _tracker(session: Session, start: Start, card: Card | None, *, cached: bool) -> Tracker:
-    """Return what follows the storages, on an emulated device where there is one."""
     if card is None:
         # The virtual accelerator counts tensors alone: what kernels need inside is outside of its memory.
         return Tracker(start.ledger, counts_scratch=not cached)
@@ -236,7 +229,7 @@ def _put_in_place(session: Session, start: Start, tracker: Tracker, loops: LoopM
     follow_lengths(session.namespace)
     follow_roles(tracker)
     replace_all(tracker, loops, session.shell)
-    data_parallel.replace()
+    run_ddp_on_fakes()
     if isinstance(tracker, DeviceTracker):
         emulate(tracker)
         if start.held is not None:
@@ -294,10 +287,7 @@ def _is_steady(ledger: Ledger, loops: LoopModel) -> bool:
 
 
 def _comes_of_cutting(error: BaseException, loops: LoopModel) -> bool:
-    """Whether the cell may have failed because a loop before had too few iterations: what it had is what was seen.
-
-    A device that there is none of is not meant.
-    """
+    """Whether the cell may have failed because a loop was cut, and not for a device that there is none of."""
     if isinstance(error, StopIteration) and loops.ended_early:
         return True
     return bool(loops.cuts) and isinstance(error, Exception) and lacking(error) is None

@@ -49,11 +49,9 @@ class Reading:
         return self.forecast.refused == OUT_OF_TIME
 
     def priced(self, budget: int | None, unchanged_cost: float | None) -> Forecast:
-        """Return the forecast for a budget, with its slowdown.
+        """Return the forecast for a budget, with its slowdown beside the cost of the unchanged cell's dry run.
 
-        Args:
-            unchanged_cost: cost of the unchanged cell's dry run; falsy if not known, as where a part of it was followed
-                of which it is not known how large it is.
+        That is falsy where it is not known, as where a part was followed of which it is not known how large it is.
         """
         is_compared = unchanged_cost and self.cost and self.forecast.refused is None
         slowdown = round(self.cost / unchanged_cost, 4) if unchanged_cost and is_compared else None

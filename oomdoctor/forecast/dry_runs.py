@@ -66,16 +66,13 @@ class DryRuns:
     The start of the cell is brought back when the first of them is begun. Where that fails, it is their answer.
 
     Args:
-        session: the user's program.
         prepare: restores the start of the cell; called in the forked process, with real tensors, outside of any mode.
-        budget: bytes that there are.
         timeout_s: time for all of them.
         workers: how many run at once; None for one per processor, at most four.
-        card: the device to run on as if it were here; None for the memory of this machine, and for one that a cell
-            asks for in vain.
+        card: the device to run on as if it were here; None for the memory of this machine, and for one that a cell asks
+            for in vain.
 
     Attributes:
-        card: the device that they run on, None for the memory of this machine.
         others: settings of the allocator that are asked about besides those in force.
     """
 
@@ -103,9 +100,7 @@ class DryRuns:
     def in_copy(self, work: Work, *, waits: bool = True) -> Copy:
         """Fork the copy that does ``work`` with them, and return it.
 
-        Args:
-            waits: whether the caller waits for the end. Then what dry runs need is loaded here once, and not in each
-                copy anew; a caller that goes on is not kept waiting for that.
+        Where the caller waits for the end, what dry runs need is loaded here once, and not in each copy anew.
         """
         loads = "oomdoctor.forecast.dry_run" not in sys.modules
         if loads and waits and not reserve.is_limited():  # what is loaded here stays
@@ -180,7 +175,6 @@ class DryRuns:
         yield reading, taken_down()
 
     def _take(self, copy: Copy) -> None:
-        """Take the answer of a dry run, if it is there."""
         from oomdoctor.forecast.fake_tensors import learn
 
         readings = copy.poll()
@@ -212,20 +206,10 @@ def price(
     workers: int | None = None,
     card: Card | None = None,
 ) -> tuple[Forecast, ...]:
-    """Forecast what each of ``attempts`` would need, in their order.
+    """Forecast what each of ``attempts`` would need, in their order; ``refused`` says why there is none.
 
-    Args:
-        session: the user's program.
-        attempts: the first is by convention the unchanged cell; the slowdown of the others is relative to it.
-        budget: bytes that there are.
-        prepare: restores the start of the cell; called in a forked process, with real tensors, outside of any mode.
-        timeout_s: time for all of them together; what was not priced by then is refused with that reason.
-        workers: how many run at once; None for one per processor, at most four.
-        card: the device to run on as if it were here. Without it a cell that asks for a device which this machine has
-            not is run as on one, and the basis says so.
-
-    Returns:
-        A forecast each, with ``refused`` where there is none. An error of the user's code is such a reason.
+    The first is by convention the unchanged cell, to which the slowdown of the others is relative. What was not priced
+    in time is refused, and so is what raises. For the other arguments see ``DryRuns``.
     """
     if not attempts:
         return ()

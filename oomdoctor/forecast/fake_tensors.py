@@ -46,10 +46,7 @@ class _Unknown(Exception):
 
 
 class _Result(NamedTuple):
-    """One result. ``of`` is the place of the argument whose memory it shares, None where it has its own.
-
-    ``is_it`` tells that it is that argument.
-    """
+    """One result; ``of`` is the place of the argument whose memory it shares, or that it is itself (``is_it``)."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -103,7 +100,7 @@ class Fakes(FakeTensorMode):
         return out
 
     def _key(self, func: Any, args: Any, kwargs: Any, given: list[FakeTensor]) -> Hashable:
-        """Return what tells the sizes of the results; ``given`` is filled with the tensors among the arguments.
+        """Return what tells the sizes of the results, and fill ``given`` with the tensors among the arguments.
 
         Raises:
             _Unknown: something else tells them.
@@ -209,11 +206,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _note(out: Any, given: list[FakeTensor], fresh: set[int]) -> Any:
-    """Return what the results are made again by.
-
-    Args:
-        out: the results; ``given``: the tensors among the arguments.
-        fresh: the memory that earlier results have for themselves.
+    """Return what the results are made again by; ``fresh`` is the memory that earlier results have for themselves.
 
     Raises:
         _Unknown: they are not to be had so.
@@ -255,9 +248,7 @@ _MAKER: Final = "_oomdoctor_maker"
 def adds_in_place(func: Any, args: Any, caller: FrameType | None) -> bool:
     """Return whether an operation is the engine's, and adds a gradient to one that nobody else holds.
 
-    Args:
-        func: the operation; ``args``: what it was given, as a dispatch mode got it.
-        caller: the frame that called the mode.
+    ``caller`` is the frame that called the mode, with ``args`` as a dispatch mode gets them.
     """
     if func is not _ADD or caller is None or caller.f_code is not _ENGINE or torch.is_grad_enabled():
         return False

@@ -29,8 +29,7 @@ class Cut(NamedTuple):
     """A loop that was cut: its last iteration lies in the trace from ``begin`` to ``end``.
 
     Attributes:
-        left: iterations that it would still have, None where that is not known.
-        turns: iterations that it had.
+        left: iterations that it would still have, None where that is not known; ``turns``: that it had.
         earlier: where the iteration before the last one began, if there was one.
     """
 
@@ -44,12 +43,8 @@ class Cut(NamedTuple):
 class _Kept(NamedTuple):
     """What the last iteration of a loop has kept of one size.
 
-    Which of these its next iteration would have let go of, and which it piles up, cannot be seen. Those that are let go
-    of first are taken to be the former.
-
-    Attributes:
-        passing: how many the next iteration would have let go of.
-        heirs: what was put in for each of the others, which goes with it.
+    Its next iteration would have let go of ``passing`` of these; which ones cannot be seen, and those that are let go
+    of first are taken to be they. ``heirs`` is what was put in for each of the others, and goes with it.
     """
 
     passing: int
@@ -60,12 +55,11 @@ class Growth:
     """The trace of a dry run with what was left out.
 
     Args:
-        events: the trace.
         cuts: the loops that were cut, in the order in which they were: what lies in a loop comes before it.
 
     Attributes:
         over: iterations put in that keep something, of the loop that has most of them.
-        endless: bytes that each iteration of a loop of unknown length keeps, 0 where there is none that does.
+        endless: bytes that each iteration of a loop of unknown length keeps.
     """
 
     def __init__(self, events: Sequence[Event], cuts: Sequence[Cut]) -> None:
@@ -84,7 +78,6 @@ class Growth:
             yield event
 
     def _walk(self, end: int) -> Iterator[tuple[int, Event]]:
-        """Yield the events up to a place in the trace, each with its place."""
         gone = Counter[int]()
 
         def freed(name: Hashable) -> Iterator[Event]:
@@ -105,7 +98,6 @@ class Growth:
                     yield at, free
 
     def _grow(self, cut: Cut) -> None:
-        """Put in what the iterations that are left keep."""
         # Some is let go of in every other iteration alone, such as what ``enumerate`` holds.
         begin, span = (cut.earlier, 2) if cut.turns > 2 else (cut.begin, 1)
         names, passing, piled = self._kept_from(begin, cut.end)

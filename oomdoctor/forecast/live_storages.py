@@ -254,14 +254,9 @@ def _place() -> tuple[int | None, int | None]:
 
 
 class Layout:
-    """The real segments, and which allocations of a ledger lie in which of their blocks.
+    """The real segments, as ``torch.cuda.memory_snapshot()`` tells them, and which allocations lie in which blocks.
 
-    Args:
-        segments: in the form of ``torch.cuda.memory_snapshot()``, of one device.
-        is_emptied: whether the cache is given back before the cell runs.
-
-    Attributes:
-        ledger: the one that is meant.
+    ``ledger`` has those allocations; ``is_emptied`` tells whether the cache is given back before the cell runs.
     """
 
     def __init__(self, ledger: Ledger, segments: Sequence[Mapping[str, Any]], *, is_emptied: bool) -> None:
@@ -288,10 +283,6 @@ class Layout:
 
         What is placed and does not come up in the ledger is what was freed when that start was brought back.
 
-        Args:
-            allocator: with its settings, and a capacity or none.
-            is_emptied: whether the cache is given back first, although the cell would find it.
-
         Returns:
             The blocks of the ledger's allocations by their numbers, None for what is not to be freed.
         """
@@ -316,8 +307,7 @@ class Layout:
 def is_retry(prepare: Callable[[], None]) -> bool:
     """Return whether a forecast is of a retry, before which the start of the cell and the cache are given back.
 
-    Args:
-        prepare: brings back the start of the cell; a plain function where there is nothing to bring back.
+    ``prepare`` brings that start back; it is a plain function where there is nothing to bring back.
     """
     return not isinstance(prepare, FunctionType)
 
@@ -325,10 +315,7 @@ def is_retry(prepare: Callable[[], None]) -> bool:
 def of_virtual(accelerator: Accelerator | None, ledger: Ledger, *, is_emptied: bool) -> Layout | None:
     """Return where what ``ledger`` counts lies on the virtual accelerator that is meant; None where none is.
 
-    Args:
-        accelerator: that of the session.
-        ledger: counts what is alive at the start of the cell, and nothing else yet.
-        is_emptied: see ``Layout``.
+    The ledger counts what is alive at the start of the cell, and nothing else yet.
     """
     device = _virtual(accelerator)
     if accelerator is None or device is None or not accelerator.read().simulated:
@@ -349,8 +336,7 @@ def _virtual(accelerator: Accelerator | None) -> VirtualAccelerator | None:
 def allocator_settings(accelerator: Accelerator) -> AllocatorSettings:
     """Return those of the simulated device, or those that a real one would have; the budget knows a limit by itself.
 
-    Raises:
-        ForecastError: a real device would not start with them either.
+    A ``ForecastError`` says that a real device would not start with them either.
     """
     device = _virtual(accelerator)
     try:

@@ -94,7 +94,6 @@ class _Fetched(NamedTuple):
     beside: int = 0
 
     def happens(self, tracker: Tracker) -> None:
-        """Count it in the ledger of the host."""
         samples = tracker.host.take(self.beside, Role.BATCH)
         for tensor in _tensors(self.batch):
             tracker.hold_real(tensor, Role.BATCH)
@@ -252,10 +251,9 @@ def _repeat(batches: _Batches, loader: Any, tracker: Tracker, loops: LoopModel) 
 
 
 def _batch(batches: _Batches, loader: Any, turn: int, total: int | None, tracker: Tracker) -> _Fetched:
-    """Return the batch of a turn. Of two kinds each comes in its turn, so that a step after the first has the longest.
+    """Return the batch of a turn; ``StopIteration`` where there is no more.
 
-    Raises:
-        StopIteration: there is no more.
+    Of two kinds each comes in its turn, so that a step after the first has the longest.
     """
     if batches.longest is not None and not turn % 2:
         return _again(batches.longest, torch.clone)

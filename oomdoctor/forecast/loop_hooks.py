@@ -93,10 +93,6 @@ def follow_functions(functions: Sequence[FunctionType], namespace: dict[str, Any
     """Give every function that the user has written, and that loops, a code whose loops ask.
 
     Until ``follow_loops``, which a dry run calls, they go on as they would.
-
-    Args:
-        functions: all that there are.
-        namespace: the globals of the cells.
     """
     homes: dict[str, bool] = {}
 
@@ -190,16 +186,12 @@ class _Zip(zip):  # type: ignore[type-arg]
 
 
 class _Enumerate(enumerate):  # type: ignore[type-arg]
-    """``enumerate`` with a length."""
-
     def __init__(self, iterable: Any, start: int = 0) -> None:
         self.length = length_of(iterable)
         self.sources = (range(start, start + (self.length or 0)), iterable)
 
 
 class _Slice(itertools.islice):  # type: ignore[type-arg]
-    """``itertools.islice`` with a length."""
-
     def __init__(self, iterable: Any, *bounds: Any) -> None:
         bound = slice(*bounds)
         ends = [count for count in (length_of(iterable), bound.stop) if count is not None]
@@ -210,11 +202,7 @@ _FOLLOWED: Final = (_Zip, _Enumerate, _Slice)
 
 
 def follow_lengths(namespace: dict[str, Any]) -> None:
-    """Put those with a length in the place of Python's, for the rest of this process.
-
-    Args:
-        namespace: the user's, where names may have been imported.
-    """
+    """Put those with a length in the place of Python's, for the rest of this process, where they were imported too."""
     kinds: tuple[tuple[Any, Any, Any], ...] = (
         *((builtins, zip, _Zip), (builtins, enumerate, _Enumerate)),
         (itertools, itertools.islice, _Slice),
@@ -246,12 +234,9 @@ def size_of(item: Any) -> int:
 
 
 def ahead(iterable: Any, done: int, *, varies: bool) -> list[Any]:
-    """Return items that may need more than those that a loop has followed.
+    """Return items of ``iterable`` that may need more than the ``done`` ones that a loop has followed.
 
-    Args:
-        iterable: what the loop goes over.
-        done: how many were followed.
-        varies: whether the last of them still made tensors of other sizes than those before.
+    ``varies``: whether the last of them still made tensors of other sizes than those before.
     """
     items = _sequence(iterable)
     if items is None or not done < len(items):
@@ -275,8 +260,6 @@ def is_known(iterable: Any) -> bool:
 
 
 class _Together(Sequence[Any]):
-    """What ``zip`` makes of sequences."""
-
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
         self.columns = columns
 

@@ -126,13 +126,7 @@ class LoopModel:
     """
 
     def __init__(self, optimizers: int, asker: Callable[[], Asker], ledger: Ledger, lists: KeptLists) -> None:
-        """Begin to count.
-
-        Args:
-            optimizers: how many exist.
-            asker: tells who calls, past torch.
-            ledger: knows what is alive.
-        """
+        """Begin to count; ``asker`` tells who calls, past torch, and ``ledger`` what is alive."""
         self.optimizers = optimizers
         self.ended_early = self.has_trained = False
         self.cuts: list[Cut] = []
@@ -171,11 +165,7 @@ class LoopModel:
         return whole * self._first.steps.total() / self._all_steps
 
     def stepped(self, optimizer: object) -> None:
-        """Count a finished optimizer step.
-
-        Raises:
-            StopForecast: nothing new is to be expected from this loop, and it does not ask.
-        """
+        """Count a finished optimizer step; ``StopForecast`` where nothing new is to be expected of such a loop."""
         self._all_steps += 1
         self.searches = self.searches or type(optimizer) is torch.optim.LBFGS
         for loop in self._running:
@@ -191,11 +181,7 @@ class LoopModel:
         self._trains_from = min(self._trains_from, time.monotonic())
 
     def backward_ended(self) -> None:
-        """End what ``backward_begins`` began.
-
-        Raises:
-            StopForecast: there is no optimizer, and enough was seen of a loop that does not ask.
-        """
+        """End what ``backward_begins`` began; ``StopForecast`` where a loop that does not ask has no optimizer."""
         self._depth -= 1
         if self._depth:
             return
@@ -321,12 +307,7 @@ class KeptLists:
     """Watches the lists that the user's code can name, by their length."""
 
     def __init__(self, namespace: dict[str, Any], is_users: Callable[[FrameType], bool]) -> None:
-        """Begin with none.
-
-        Args:
-            namespace: the user's.
-            is_users: whether a frame runs code that the user has written.
-        """
+        """Begin with none; ``is_users`` tells whether a frame runs code that the user has written."""
         self._namespace, self._is_users = namespace, is_users
 
     def note(self, loop: Loop) -> None:
@@ -343,12 +324,7 @@ class KeptLists:
                 _extend(items, added, left)
 
     def complete(self, made: list[Any], cuts: Sequence[Cut]) -> None:
-        """Make what a comprehension has made as long as it would get.
-
-        Args:
-            made: an item for each of its iterations.
-            cuts: the loops that were cut meanwhile; its own is the last.
-        """
+        """Make what a comprehension has made as long as it would get; its own loop was cut last."""
         if made and cuts and cuts[-1].turns == len(made) and cuts[-1].left is not None:
             _extend(made, 1, cuts[-1].left)
 

@@ -117,10 +117,8 @@ def foresee(
 def _least(evidence: Evidence, budget: int | None, why: str) -> Forecast | None:
     """Return the least that the last cell needs without a dry run, None where it trains nothing that was found.
 
-    What is there already and what training adds to it: this tells what cannot fit, and never what does.
-
-    Args:
-        why: why there is no forecast.
+    What is there already and what training adds to it: this tells what cannot fit, and never what does. ``why`` says
+    why there is no forecast.
     """
     allocated = evidence.device.allocated
     stepped = {text for loop in evidence.code.loops if loop.in_failing_run for text in loop.optimizers}
@@ -248,8 +246,7 @@ def evidence_ahead(
     Args:
         collect: called in a forked process.
         level: bytes of tensors at the peak.
-        card: the device that the cell asks for and that this machine lacks, None where it asks for none.
-        timeout_s: time for all of it.
+        card: the device that the cell asks for and that this machine lacks.
     """
     if timeout_s <= 0 or unsupported() is not None:
         return None
@@ -306,12 +303,9 @@ def _fail_at(level: int, failure: _Full) -> None:
 
 
 def _made_real() -> list[tuple[Any, str]]:
-    """Give every fake tensor memory of its size, and the class of what it stands for.
+    """Give every fake tensor memory of its size and the class that it stands for; return each with its type of device.
 
     What refers to one sees the change, and so do those that share its memory.
-
-    Returns:
-        Each with the type of the device that it stood for a tensor on.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor

@@ -193,13 +193,7 @@ def _missed(tracker: Tracker, loops: LoopModel) -> str | None:
 
 
 def course_of(ledger: Ledger, meter: Meter, statements: Sequence[int]) -> Course:
-    """Return the course of a run that is over.
-
-    Args:
-        ledger: with the notes on what was made.
-        meter: what the operations cost.
-        statements: lines at which the statements of the cell begin, in order.
-    """
+    """Return the course of a run that is over; ``statements`` has the lines at which those of the cell begin."""
     temporaries = Counter[str]()
     for number, nbytes in ledger.alive_after(ledger.peak_at).items():
         note = ledger.note(number)
@@ -280,10 +274,7 @@ def _role(trait: _Trait, last: _Trait) -> Role:
 
 
 def _points(ledger: Ledger) -> list[tuple[int, int, int | None]]:
-    """Return what was alive when the cell began, and then the highest of each bin of events.
-
-    Each is the number of events until then, bytes, and the line.
-    """
+    """Return what was alive when the cell began, and the highest of each bin: events until then, bytes, the line."""
     begun = len(ledger.events) if ledger.begun is None else ledger.begun
     sizes = ledger.alive_after(begun)
     level, line = sum(sizes.values()), None

@@ -315,7 +315,6 @@ class Planner:
         return self.least(f"a dry run of a few steps stays below what was seen: {unseen}")
 
     def _end(self) -> None:
-        """Take it that nothing more will be answered."""
         if self._unchanged is None:
             self._unchanged = self.least(late(self.time_budget_s))
         for one in self._waiting:
@@ -328,7 +327,6 @@ class Planner:
             self._combinations.offer_unpriced(self._unchanged.peak, late(self.time_budget_s))
 
     def _may_heal(self, change: Change) -> bool:
-        """Tell whether a change may be enough that is offered and keeps the results."""
         return change.is_offered and change.effect in KEEPING and _may_fit(self._known(change).forecast)
 
     # What the cell needs unchanged ------------------------------------------------------------------------------

@@ -43,8 +43,7 @@ _APART: Final = (FakeTensor, *_WITHOUT_SHAPE)
 class Alive:
     """The objects of some kinds, found in one pass of the half a million of an interpreter. Nothing of theirs runs.
 
-    Attributes:
-        storages, tensors, modules, optimizers, functions: those of the kind; of tensors, no fakes.
+    Fakes are not among the tensors.
     """
 
     def __init__(self, more: Iterable[Any] = ()) -> None:
@@ -148,8 +147,7 @@ def follow_roles(tracker: Tracker) -> None:
 def note_roles(tracker: Tracker, modules: list[weakref.ref[torch.nn.Module]]) -> None:
     """Tell what modules and optimizers keep at the end, where they have it by other ways.
 
-    Args:
-        modules: those that were there before the cell, which the garbage collector does not tell of any more.
+    ``modules`` are those from before the cell, which the garbage collector does not tell of any more.
     """
     before = [module for reference in modules if (module := reference()) is not None]
     for tensor, role in told_roles(Alive(before)):
@@ -268,11 +266,7 @@ class ModuleCalls:
         self._within: list[_Place] = []
 
     def follow(self, models: Iterable[tuple[str, Any]]) -> None:
-        """Have all modules tell of their calls.
-
-        Args:
-            models: ``(path, module)`` of those that names lead to: a part that is called by itself belongs to them.
-        """
+        """Have all modules tell of their calls: a part that is called by itself belongs to a model with a name."""
         for _, model in models:
             self._name(model)
         plain: Any = torch.nn.Module._call_impl

@@ -171,8 +171,6 @@ def _move_modules() -> None:
 
 @dataclass(slots=True)
 class _Saved:
-    """A tensor of a file, without its memory."""
-
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device

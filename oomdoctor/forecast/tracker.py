@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomdoctor.allocator.mode import run_apart, stays_whole
-from oomdoctor.forecast.cost import Meter
+from oomdoctor.forecast.cost import Meter, scratch_bytes
 from oomdoctor.forecast.fake_tensors import Fakes, adds_in_place, counts_alone, note_maker
-from oomdoctor.forecast.host_scratch import scratch_bytes
 from oomdoctor.forecast.live_storages import Ledger, Note
 from oomdoctor.forecast.operators import COMPARISONS, HANDLERS, WORKSPACES, draws, move_generator
 from oomdoctor.forecast.values import Scalars, follow_bounds

@@ -130,13 +130,7 @@ def _bounded(made: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def follow_bounds(func: Any, given: Iterable[Note | None], made: Iterable[tuple[torch.Tensor, Note | None]]) -> None:
-    """Mark what an operation has made of memory whose size nobody knows.
-
-    Args:
-        func: the operation.
-        given: notes of the storages that it was given.
-        made: its results with the notes of theirs.
-    """
+    """Mark what an operation has made of memory whose size nobody knows, by the notes of what it was given."""
     if not _sizes:
         return
     is_bound = any(note is not None and note.is_bound for note in given)

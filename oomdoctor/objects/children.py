@@ -84,8 +84,7 @@ class Sort(NamedTuple):
     Attributes:
         kind: as the census takes it: what cannot be changed may hold memory all the same.
         role: what tensors are there for that one of them holds, where its type tells.
-        is_users: the program defines the class, or one of its bases.
-        is_bare: it can have no attributes beside its items.
+        is_users: whether the program defines the class, or one of its bases; ``is_bare``: it has items alone.
     """
 
     kind: Kind
@@ -142,8 +141,7 @@ sort_of: Final = PerType(_sort)
 def held_in(value: Any, sort: Sort, which: Iterable[bool] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield what ``value`` holds with the part of a path for each.
 
-    Args:
-        which: of the items of a container, as ``items_of`` and then ``keys_in`` have them; None for all, () for none.
+    Of a container, ``which`` tells the items as ``items_of`` and then ``keys_in`` have them: None for all, () for none.
     """
     kind, cls = sort.kind, type(value)
     if kind in CONTAINERS:
@@ -201,7 +199,6 @@ def _is_atom(key: Any) -> bool:
 
 
 def _items(value: Any, kind: Kind) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a container, and then the keys of a mapping."""
     if kind is Kind.MAPPING:
         for key, item in list(dict.items(value)):
             yield f"[{key!r}]" if is_plain_key(key) else f"{ARROW}value", item

@@ -143,11 +143,7 @@ def weak(value: Any) -> Any:
 
 
 class Remade:
-    """A value that may be made anew where it is gone, or is not as it was.
-
-    Attributes:
-        is_light: whether what holds it may be held itself.
-    """
+    """A value that may be made anew where it is gone, or is not as it was; if it is light its holder may be held."""
 
     __slots__ = ()
     is_light = False
@@ -163,12 +159,9 @@ class Remade:
 
 
 class Unbegun(Remade):
-    """A generator that has not begun: it can be made anew from its code and its arguments.
+    """A generator that has not begun: it can be made anew from its code and its arguments, held in their turn.
 
     Where it was advanced, the containers and objects that held it are given another one; so nothing else may hold it.
-
-    Attributes:
-        arguments: of its function, held in their turn. uses: how often it was met.
     """
 
     __slots__ = ("_code", "_globals", "_ident", "_name", "_others", "_weak", "arguments", "path", "uses")
@@ -295,9 +288,8 @@ class Recipe:
 def revive(held: Any, current: Any = None, memo: dict[int, Any] | None = None) -> Any:
     """Return the value that ``held`` stands for, containers brought back to what they held.
 
-    Args:
-        current: what stands now where the value stood; the original container, if nothing replaced it.
-        memo: containers brought back so far, by ``id``. Without it nothing is changed: a container is returned as is.
+    ``current`` stands now where the value stood. ``memo`` has the containers brought back so far, by ``id``; without it
+    nothing is changed, and a container is returned as is.
     """
     if type(held) is Weak:
         return held.get()

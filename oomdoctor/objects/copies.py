@@ -50,11 +50,7 @@ _HEAVY: Final = frozenset({Kind.TENSOR, Kind.MODULE, Kind.OPTIMIZER, Kind.ARRAY}
 
 @dataclass(slots=True)
 class Allowance:
-    """How much of what is large may be copied before a cell.
-
-    Args:
-        may_write: tells of a path whether the cell's text writes into what it leads to.
-    """
+    """How much of what is large may be copied before a cell, whose text ``may_write`` into what a path leads to."""
 
     may_write: Callable[[str], bool]
     _left: int = _MOST_COPIED
@@ -177,9 +173,6 @@ class Copied(Remade):
     """A plain array of numbers that a copy stands for where it is gone: nothing held it that could tell them apart.
 
     To hold the array itself would be seen by what refers to it weakly, such as a cache.
-
-    Attributes:
-        copy: what it held at the start.
     """
 
     __slots__ = ("_made", "_weak", "copy")
@@ -205,10 +198,7 @@ class Copied(Remade):
 class Contents(Memento):
     """What an array, a ``bytearray`` or an ``array.array`` holds: a copy, or a checksum where there is too much.
 
-    Of what is too large for that, some of the contents are looked at.
-
-    Args:
-        value: it. held: how it is held.
+    Of what is too large for that, some of the contents are looked at. ``held`` tells how it is held.
     """
 
     def __init__(self, value: Any, held: Any, path: str, allowance: Allowance) -> None:

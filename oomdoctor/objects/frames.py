@@ -133,9 +133,7 @@ def _is_traced(frame: FrameType) -> bool:
 def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
     """Yield the frames that ``exc`` and what it is chained to went through, outermost first, each once.
 
-    Args:
-        cells: number of the cell by the file name of its code.
-        namespace: the globals of the program, or a copy of them.
+    ``cells`` are the numbers of cells by the file names of their code, ``namespace`` the globals or a copy of them.
     """
     seen: set[int] = set()
     for link in chained(exc):
@@ -152,9 +150,7 @@ def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Ma
 def lines_of(exc: BaseException | None, cells: Mapping[str, int], through: tuple[int, int]) -> list[tuple[int, int]]:
     """Return ``(cell, line)`` of the code of cells that an exception went through, outermost first.
 
-    Args:
-        cells: number of the cell by the file name of its code.
-        through: one of those places, by which the exception is told from others that it is chained to.
+    It is told by one of those places, ``through``, from others that it is chained to.
     """
     return [place for place, _ in _places(exc, cells, through)]
 
@@ -206,10 +202,7 @@ def local_objects(
 ) -> list[tuple[str, Any, tuple[int, int]]]:
     """Return the modules or the optimizers of torch that only locals of functions lead to, outermost function first.
 
-    Args:
-        exc: the failure that came out of the functions.
-        cells: number of the cell by the file name of its code.
-        known: ``(path, object)`` of those that names of the notebook lead to.
+    ``known`` are those that names of the notebook lead to.
 
     Returns:
         ``(path, object, (cell, line))``: ``self.net`` for an attribute of an object; where the function begins.

@@ -85,8 +85,7 @@ def _bytes(number: str, unit: str) -> int:
 def memory(holders: Callable[[], tuple[HostHolding, ...]]) -> JittorMemory | None:
     """Return what Jittor holds now, None where it is not loaded, or is still being loaded.
 
-    Args:
-        holders: finds the names that lead to most of its variables.
+    ``holders`` finds the names that lead to most of its variables.
     """
     jittor: Any = sys.modules.get("jittor")
     if not hasattr(jittor, "display_memory_info") or not hasattr(jittor, "flags"):

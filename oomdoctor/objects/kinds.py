@@ -101,39 +101,34 @@ class PerType(Generic[T]):
         del self.known[key], self._alive[key]
 
 
-_BY_NAME: Final = {
-    ("torch", "Tensor"): Kind.TENSOR,
-    ("torch._tensor", "Tensor"): Kind.TENSOR,
-    ("torch.nn.modules.module", "Module"): Kind.MODULE,
-    ("torch.optim.optimizer", "Optimizer"): Kind.OPTIMIZER,
-    ("torch.optim.lr_scheduler", "LRScheduler"): Kind.SCHEDULER,
-    ("torch.optim.lr_scheduler", "_LRScheduler"): Kind.SCHEDULER,
-    ("torch.optim.lr_scheduler", "ReduceLROnPlateau"): Kind.SCHEDULER,
-    ("torch.utils.data.dataloader", "DataLoader"): Kind.LOADER,
-    ("torch.utils.data.dataloader", "_BaseDataLoaderIter"): Kind.ITERATOR,
-    ("torch._C", "Generator"): Kind.GENERATOR_STATE,
-    ("numpy.random._generator", "Generator"): Kind.GENERATOR_STATE,
-    ("random", "Random"): Kind.GENERATOR_STATE,
-    ("numpy.random.mtrand", "RandomState"): Kind.GENERATOR_STATE,
-    ("numpy", "ndarray"): Kind.ARRAY,
-    ("builtins", "dict"): Kind.MAPPING,
-    ("builtins", "list"): Kind.SEQUENCE,
-    ("collections", "deque"): Kind.SEQUENCE,
-    ("builtins", "set"): Kind.SET,
-    ("builtins", "tuple"): Kind.TUPLE,
-    ("builtins", "coroutine"): Kind.ITERATOR,
-    ("_io", "_IOBase"): Kind.ITERATOR,
-    ("builtins", "function"): Kind.CALLABLE,
-    ("builtins", "method"): Kind.CALLABLE,
-    ("functools", "partial"): Kind.CALLABLE,
-    **{
-        ("builtins", name): Kind.ATOM
+_NAMES: Final = {
+    Kind.TENSOR: ("torch.Tensor", "torch._tensor.Tensor"),
+    Kind.MODULE: ("torch.nn.modules.module.Module",),
+    Kind.OPTIMIZER: ("torch.optim.optimizer.Optimizer",),
+    Kind.SCHEDULER: tuple(
+        f"torch.optim.lr_scheduler.{name}" for name in ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau")
+    ),
+    Kind.LOADER: ("torch.utils.data.dataloader.DataLoader",),
+    Kind.ITERATOR: ("torch.utils.data.dataloader._BaseDataLoaderIter", "builtins.coroutine", "_io._IOBase"),
+    Kind.GENERATOR_STATE: (
+        *("torch._C.Generator", "random.Random"),
+        *("numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"),
+    ),
+    Kind.ARRAY: ("numpy.ndarray",),
+    Kind.MAPPING: ("builtins.dict",),
+    Kind.SEQUENCE: ("builtins.list", "collections.deque"),
+    Kind.SET: ("builtins.set",),
+    Kind.TUPLE: ("builtins.tuple",),
+    Kind.CALLABLE: ("builtins.function", "builtins.method", "functools.partial"),
+    Kind.ATOM: tuple(
+        f"builtins.{name}"
         for name in (
             *("int", "float", "complex", "bool", "str", "bytes", "NoneType", "ellipsis", "range", "slice", "type"),
             *("builtin_function_or_method", "module", "code", "frozenset", "property"),
         )
-    },
+    ),
 }
+_BY_NAME: Final = {tuple(name.rsplit(".", 1)): kind for kind, names in _NAMES.items() for name in names}
 
 
 def _classify(cls: type) -> Kind:
@@ -290,10 +285,7 @@ def parts_of(modules: Collection[Any]) -> set[int]:
 def submodules(module: Any, path: str = "", join: Callable[[str, str], str] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield ``module`` and every module below it once, parents first, with the expression for each.
 
-    Numbered children are written as an index, ``model.layers[3]``, as a user would.
-
-    Args:
-        join: makes the path of a child in another way from that of its parent and its name.
+    Numbered children are written as an index, ``model.layers[3]``, as a user would; ``join`` makes paths otherwise.
     """
     seen: set[int] = set()
     todo = [(path, module)]

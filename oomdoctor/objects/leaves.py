@@ -96,10 +96,8 @@ class Leaf:
 class Leaves:
     """Yields the leaves of several values; what was met before is told by the path that first led there.
 
-    Args:
-        namespace: the user's; what leads back to it is not followed.
-        is_whole: whether all that an optimizer holds is looked at, and not only what steps leave in it; but nothing
-            in objects of other libraries than torch.
+    What leads back to the namespace is not followed. ``is_whole``: all that an optimizer holds is looked at, and not
+    only what steps leave in it; but nothing in objects of other libraries than torch.
     """
 
     def __init__(self, namespace: Mapping[str, Any], *, is_whole: bool = False) -> None:
@@ -220,11 +218,7 @@ def _places(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state_digests(namespace: dict[str, Any], *, names: Collection[str] | None = None) -> dict[str, str]:
-    """Return a digest for every name of the user's that holds state, and one for the random number generators.
-
-    Args:
-        names: the names to look at, all by default.
-    """
+    """Return a digest for every name of the user's that holds state, and one for the random number generators."""
     found = {_RANDOM: _digest(generators())}
     for name, value in namespace.items():
         is_state = kind_of(type(value)) is not Kind.CALLABLE and (

@@ -52,11 +52,7 @@ class Code(Protocol):
 
 
 class Memento:
-    """One note. By itself it does nothing.
-
-    Attributes:
-        path: what the user calls the object.
-    """
+    """One note of what the user calls ``path``. By itself it does nothing."""
 
     __slots__ = ("path",)
 
@@ -117,11 +113,7 @@ class Light(Memento):
 
 
 class Attributes(Memento):
-    """The class of an object and its ``__dict__``, if it has one; or the globals of a module, as a dict.
-
-    Args:
-        owner: the object, held; or the dict.
-    """
+    """The class of an object, held, and its ``__dict__``, if it has one; or the globals of a module, as a dict."""
 
     __slots__ = ("_cls", "_owner", "recipe")
 
@@ -265,12 +257,7 @@ def _standing(value: Any) -> _Standing | None:
 
 
 class Foreign(Memento):
-    """The attributes of one object.
-
-    Args:
-        value: the object. attributes: its ``__dict__``.
-        path: what the user calls it.
-    """
+    """The attributes of one object, in its ``__dict__``."""
 
     __slots__ = ("_held", "_values")
 

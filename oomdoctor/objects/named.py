@@ -42,10 +42,7 @@ def is_users_file(path: Any) -> TypeGuard[str]:
 
 @lru_cache(maxsize=4096)
 def is_installed(module: object) -> bool:
-    """Return whether the module of this name is Python's or an installed package's; unknown ones are taken to be.
-
-    This package is one, wherever it lies.
-    """
+    """Return whether the module of this name is Python's or an installed package's, as this one; or not known."""
     if module == "__main__":
         return False
     if is_ours(module):

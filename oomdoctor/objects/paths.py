@@ -72,9 +72,7 @@ class Path(NamedTuple):
     def names(self, items: tuple[int, int] | None = None, *, sliceable: bool = True) -> tuple[str, str]:
         """Return the path as a person reads it, and the expression for it or for its nearest holder.
 
-        Args:
-            items: first and last index, exclusive, of the items that are meant of the sequence that it leads to.
-            sliceable: whether an expression can ask for them.
+        ``items`` are the first and last index, exclusive, of those meant of the sequence that it leads to.
         """
         steps = self._suffixes()
         holder = steps[: next((at for at, step in enumerate(steps) if step.startswith(ARROW)), len(steps))]
@@ -106,8 +104,7 @@ class Found(NamedTuple):
     """Tensors met on the walk.
 
     Attributes:
-        first: index of the first, where they are items of the sequence at ``path``; None for one of its own.
-        sliceable: whether that sequence can be sliced.
+        first: index of the first, where they are items of the sequence at ``path``.
         contained: whether a container or an object other than a module holds them.
         role: what they are there for, where what holds them tells.
         node: in their stead, a node of the autograd graph; ``storage``: one without a tensor.
@@ -136,8 +133,7 @@ class Found(NamedTuple):
 def member(module: Any, name: Any, register: str, at: int) -> str:
     """Return the part of a path that leads from a module to what one of its registers holds under ``name``.
 
-    Args:
-        at: which of those in the register it is; containers are indexed by that, and not by the name.
+    Containers are indexed by the place ``at`` which it is there, and not by the name.
     """
     if type(name) is not str:
         return f".{register}[{name!r}]" if is_plain_key(name) else f"{ARROW}{register}"

@@ -36,8 +36,7 @@ _WRAPPED: Final = frozenset({FunctionType, staticmethod, classmethod, property})
 class Place:
     """One place: how to tell what is there, by name, how to put it there, and the path of a part.
 
-    Attributes:
-        grows: whether there may be more than is there now.
+    ``grows``: whether there may be more than is there now.
     """
 
     read: Callable[[Any], dict[Any, Any]]

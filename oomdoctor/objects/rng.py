@@ -117,7 +117,6 @@ def _is_seed(generator: Any) -> bool:
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    """Set one generator object back to what ``generator_state`` returned."""
     if isinstance(generator, random.SystemRandom):
         return
     for write in ("set_state", "setstate"):

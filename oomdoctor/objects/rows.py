@@ -39,11 +39,9 @@ def batch_size(batch: Any, dim: int = 0) -> int | None:
 
 
 def cut(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
-    """Return a batch of the same structure with fewer rows.
+    """Return a batch of the same structure with fewer than ``size`` rows.
 
-    Args:
-        size: how many rows there are.
-        take: gives the rows of one tensor or array, or of a list with an item for each row.
+    ``take`` gives the rows of one tensor or array, or of a list with an item for each row.
     """
     if isinstance(batch, torch.Tensor) or (hasattr(batch, "__array__") and batch.ndim):
         return take(batch)

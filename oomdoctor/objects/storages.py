@@ -73,10 +73,7 @@ def unobserved() -> Iterator[None]:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> Iterable[Storage]:
-    """Return the storages that hold the contents of ``tensors``, in their order; one may come more than once.
-
-    None for fake and meta tensors, which have no memory.
-    """
+    """Return the storages that hold the contents of ``tensors``, in their order, again and again; none of fakes."""
     columns = plain_storages(tensors)
     if columns is not None:
         return zip(*columns, map(_device, tensors), tensors, strict=True)
@@ -192,7 +189,6 @@ class Saved(NamedTuple):
     """What the graph behind one tensor holds that no graph before it did.
 
     Attributes:
-        tensors: saved for backward.
         leaves: tensors that gradients accumulate into; ``again``: those of them that a graph before it held as well.
         is_alive: whether it, or a graph that it shares nodes with, still holds saved tensors; a backward frees them.
     """
@@ -244,8 +240,7 @@ class Graphs:
     def from_node(self, root: Any, *, is_inner: bool = False) -> Saved:
         """Return what the graph holds that ``root`` is the last node of.
 
-        Args:
-            is_inner: whether a module that was still running has made it.
+        ``is_inner``: whether a module that was still running has made it.
         """
         number = len(self._alive)
         self._alive.append(False)
@@ -337,12 +332,7 @@ def _kept_for_recomputing(saved: Any) -> Iterator[Any]:
 
 
 def _sort(cls: type) -> tuple[tuple[Any, ...], bool, bool]:
-    """Return how nodes of a class are read.
-
-    Returns:
-        The getters of their raw saved tensors, which are made in C, whether they are leaves, and whether they are of a
-        Function written in Python.
-    """
+    """Return how nodes of a class are read: by getters made in C, whether as leaves, whether of a Python Function."""
     readers = tuple(
         value.__get__
         for base in cls.__mro__

@@ -7,10 +7,10 @@ Each step takes values of ``model`` and returns one. What is live travels in a `
 
 from __future__ import annotations
 
-from oomdoctor.pipeline.candidates import admitted as admitted
-from oomdoctor.pipeline.candidates import beyond_cure as beyond_cure
 from oomdoctor.pipeline.failure import INTERRUPTED as INTERRUPTED
 from oomdoctor.pipeline.failure import accelerator_of as accelerator_of
+from oomdoctor.pipeline.failure import admitted as admitted
+from oomdoctor.pipeline.failure import beyond_cure as beyond_cure
 from oomdoctor.pipeline.failure import budget_of as budget_of
 from oomdoctor.pipeline.failure import by_message as by_message
 from oomdoctor.pipeline.failure import cases as cases

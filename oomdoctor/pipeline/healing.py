@@ -22,15 +22,19 @@ from oomdoctor.model.plan import Candidate, Trial
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import is_of_signal, set_traceback, traceback_of
-from oomdoctor.pipeline.candidates import (
+from oomdoctor.pipeline.failure import (
     admitted,
     besides,
     choices_of,
+    diagnose,
+    observe,
+    plan,
+    refused,
     stronger_of,
+    uncounted,
     was_seen_to_fit,
     with_made,
 )
-from oomdoctor.pipeline.failure import diagnose, observe, plan, refused, uncounted
 from oomdoctor.pipeline.reports import rulebook
 from oomdoctor.retry import Choice, Transaction
 from oomdoctor.retry import heal as retry
@@ -116,7 +120,6 @@ class _Failures:
 
     Attributes:
         case: the failure of the unchanged program; ``checks``: of the changes that are attempted.
-        places: see ``heal``, likewise ``plan_s``.
         came_further: whether an attempt may have made a call that the failed run had not come to.
         has_planned_anew: whether changes were looked for without those that a trial has refuted.
     """
@@ -248,7 +251,6 @@ class Checks:
     """Admits what a trial has shown to keep the results, once for each fix, whatever its dose.
 
     Attributes:
-        evidence: what the changes were written from.
         unfit: is filled with the fixes whose results differ, each with how.
         by_itself: whether what could not be tried is passed over, as nobody asked for it by name.
         candidates: those that have come to be tried, by their labels.

@@ -102,11 +102,7 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
 
 
 def _opened_by_first(store: Any, rank: int) -> tuple[str, int, Any]:
-    """Have rank 0 open a store for the ranks to talk over; return its host, its port, and what has to be kept of it.
-
-    Args:
-        store: any that all ranks have.
-    """
+    """Have rank 0 open a store for the ranks to talk over; return its host, its port, and what has to be kept of it."""
     dist: Any = sys.modules["torch.distributed"]
     if rank == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
@@ -172,8 +168,7 @@ class Job:
     def begin(self, *, keeps_group: bool | None = None) -> Word | None:
         """Begin a run; return the word of another rank that has ended it already.
 
-        Args:
-            keeps_group: as the attribute; None where it is what it was for the run before, as for a further attempt.
+        ``keeps_group`` is as the attribute; None where it is what it was for the run before, as for a further attempt.
         """
         circle = self.circle
         if keeps_group is not None:
@@ -223,8 +218,7 @@ class Job:
     def end(self, error: BaseException | None, *, is_unfit: bool = False) -> Word:
         """Say how this rank's run has ended, and return how the epoch ends on all ranks.
 
-        Args:
-            is_unfit: whether it was ended by us, because the change is not right for the program.
+        ``is_unfit``: whether it was ended by us, because the change is not right for the program.
 
         Raises:
             SilentRank: other ranks do not answer, or the store does not.

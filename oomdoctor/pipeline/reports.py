@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
     """Return the rules of oomdoctor, of packages and of ``folders``; what has faults is left out and told there.
 
-    Args:
-        folders: those that the settings of the notebook name by default.
+    Those folders are by default the ones that the settings of the notebook name.
     """
     from oomdoctor.rulebook import everything, of_notebook
 
@@ -38,10 +37,7 @@ def rulebook(folders: tuple[Path, ...] | None = None) -> RuleBook:
 
 
 def explain(text_or_exception: str | BaseException, *, rules: RuleBook | None = None) -> Explained:
-    """Say what a failure means, from its text or its exception alone. Loads no torch.
-
-    Args:
-        rules: those of the notebook's settings by default.
+    """Say what a failure means, from its text or its exception alone, by some rules. Loads no torch.
 
     Raises:
         UsageError: it is neither.

@@ -27,8 +27,7 @@ from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
-from oomdoctor.pipeline.candidates import choices_of, with_made
-from oomdoctor.pipeline.failure import budget_of, refused, uncounted
+from oomdoctor.pipeline.failure import budget_of, choices_of, refused, uncounted, with_made
 from oomdoctor.pipeline.healing import Checks
 from oomdoctor.pipeline.job import Job, PeerOutOfMemory, ended_by, told_of
 from oomdoctor.ranks.circle import Word, WordKind

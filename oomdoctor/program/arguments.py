@@ -55,8 +55,7 @@ def _as_last(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
 def with_keyword(call: cst.Call, name: str, text: str, after: str | None = None) -> cst.Call:
     """Return ``call`` with ``name=text`` in its style: where it stands, else behind ``after``, else at the end.
 
-    Args:
-        after: a keyword, empty for the first argument by position.
+    That is a keyword, empty for the first argument by position.
     """
     args, value = list(call.args), cst.parse_expression(text)
     names = [arg.keyword.value if arg.keyword is not None else "" for arg in args]
@@ -124,11 +123,9 @@ def kept_value(line: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def kept_otherwise(cells: Cells, sites: Sequence[Site], call: Callable[[Site], str], several: str) -> Patch | Refused:
-    """Return the patch that has each site keep what a method gives of its value.
+    """Return the patch that has each site keep what ``call``, a method as text, gives of its value.
 
-    Args:
-        call: the method called, as text; empty where that was done already.
-        several: what is said where more than one value is kept.
+    It is empty where that was done already. ``several`` is said where more than one value is kept.
     """
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New] | Refused:
@@ -179,10 +176,8 @@ def last_binding(
     """Return the last assignment to ``name`` in the text of the cell, ``name = name.train()`` in a loop apart.
 
     Args:
-        parsed: the cell.
-        name: what is assigned to.
         function: one of the cell, where it is assigned to in that.
-        bound_before: an earlier cell binds the name.
+        bound_before: whether an earlier cell binds the name.
     """
     nodes = (node for node in own_nodes((function or parsed.tree).body) if isinstance(node, ast.Assign | ast.AnnAssign))
     every = [

@@ -7,6 +7,9 @@ read from its text. What is assigned by way of an attribute of an object, an ite
 Items are written by ``x[0] = 1``, ``x[0].y = 1``, ``x.sort()``, ``shuffle(x)`` and through views of them: told from the
 text alone, so that of a path the last name is known, ``rows`` of ``data.rows[3]``. What a function writes into its own
 argument is not followed back to the caller.
+
+Of loops it is told which lines make a name hold more in each round: a list, a dict, a frame or an array. What grows in
+a function of a library, or by an attribute of an object of the user's, has no line.
 """
 
 from __future__ import annotations
@@ -25,23 +28,17 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from oomdoctor.program.compiled import with_inner
-from oomdoctor.program.magics import tree_of
-from oomdoctor.program.names import call_name, imported, read_names
+from oomdoctor.program.magics import Loop, tree_of
+from oomdoctor.program.names import call_name, imported, read_names, root_of
+from oomdoctor.program.torch_functions import word_list
 
 EVERYTHING: Final[frozenset[str]] = frozenset({"*"})
 """Stands for all names."""
 ANY_NAME: Final = "*"
 """Stands for the name of an attribute that the text does not tell."""
-_BARE: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "get_ipython", "await", "__name__", "builtins"})
-"""Names by which code gets at whatever there is, if they stand alone: ``model.eval`` is no such."""
-_ANYWHERE: Final = frozenset(
-    {
-        *("__main__", "__globals__", "f_globals", "f_locals", "tb_frame", "_getframe", "currentframe", "user_ns"),
-        *("run_line_magic", "run_cell_magic", "run_cell", "get_objects", "get_referrers", "import_module"),
-    }
-)
-_SHOWN: Final = frozenset({"_", "__", "___", "Out", "_oh"})
-"""The shell's names for what cells have shown, if they are read."""
+_BARE: Final = word_list("python", "everything_alone")
+_ANYWHERE: Final = word_list("python", "everything")
+_SHOWN: Final = word_list("python", "shown")
 _MAGIC: Final = re.compile(r"^\s*[%!?]|[=(,]\s*[%!]|\?\s*$|\b_\d+\b|sys\s*\.\s*modules", re.MULTILINE)
 _MAY_WRITE: Final = re.compile("STORE_SUBSCR|STORE_SLICE|CALL|BINARY_OP")
 """Instructions that may change what a name stands for in place."""
@@ -50,43 +47,15 @@ _ALONE: Final = re.compile(r"(?<![.\w])\w+")
 _GLOBAL: Final = ("_GLOBAL", "_GLOBALS", "_NAME")
 _STORES: Final = frozenset({opmap["STORE_ATTR"], opmap["DELETE_ATTR"]})
 _BY_NAME: Final = frozenset({"setattr", "delattr"})
-
-
-_METHODS: Final = frozenset(
-    {
-        *("sort", "reverse", "insert", "pop", "popitem", "popleft", "remove", "clear", "update", "setdefault", "add"),
-        *("discard", "rotate", "move_to_end", "subtract", "intersection_update", "difference_update", "__setitem__"),
-        *("symmetric_difference_update", "fill", "put", "partition", "resize", "itemset", "setfield", "byteswap"),
-    }
-)
-"""Methods that change their object, beside those that make it longer."""
-_GROWING: Final = frozenset({"append", "extend", "appendleft", "extendleft"})
-_FUNCTIONS: Final = frozenset(
-    {
-        *("shuffle", "insort", "insort_left", "insort_right", "heapify", "heappush", "heappop", "heapreplace"),
-        *("heappushpop", "copyto", "place", "put", "putmask", "fill_diagonal", "put_along_axis", "setitem", "at"),
-        *("memmove", "memset"),
-    }
-)
-"""Functions that change an argument."""
-_VIEWS: Final = frozenset(
-    {
-        *("T", "flat", "real", "imag", "data", "values", "base", "view", "reshape", "ravel", "transpose", "swapaxes"),
-        *("squeeze", "from_numpy", "as_tensor", "asarray", "numpy", "memoryview", "detach", "frombuffer", "items"),
-        *("enumerate", "zip", "reversed", "iter", "islice"),
-    }
-)
-"""What gives other access to the same items."""
+_METHODS: Final = word_list("python", "changing_methods")
+_GROWING: Final = word_list("python", "growing_methods")
+_FUNCTIONS: Final = word_list("python", "changing_functions")
+_VIEWS: Final = word_list("python", "views")
 _SUBSCRIPTS: Final = re.compile(r"\[[^\]]*\]")
 
 
 class AttributeWrite(NamedTuple):
-    """One assignment to an attribute.
-
-    Attributes:
-        path: of the owner, as it is written. name: of the attribute.
-        imports: what names stand for that the same code imports.
-    """
+    """An assignment to the attribute ``name`` of ``path``; ``imports`` tells the names that the same code imports."""
 
     path: str
     name: str
@@ -295,3 +264,44 @@ def asserts_at(code: CodeType | None, line: int) -> bool:
         if one.opname == "LOAD_ASSERTION_ERROR" or one.argrepr == "AssertionError":
             raising.add(at)
     return line in raising
+
+
+_ADDS: Final = word_list("python", "adding_methods")
+
+
+@lru_cache(maxsize=64)
+def growing(source: str) -> dict[str, int]:
+    """Return the first line in a loop that makes each name of a cell hold more, by the name.
+
+    Those are ``name.append(...)`` and its like, ``name[key] = ...``, ``name += ...``, and ``name = join(name, ...)``.
+    """
+    found: dict[str, int] = {}
+    for loop in ast.walk(tree_of(source)):
+        if isinstance(loop, Loop):
+            for statement in loop.body:
+                for node in ast.walk(statement):
+                    for name in filter(None, _filled_by(node)):
+                        found[name] = min(found.get(name, node.lineno), node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def _filled_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that one node of a loop's body makes hold more."""
+    if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDS:
+            yield root_of(call.func.value)
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        yield root_of(node.target)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript):
+                yield root_of(target.value)
+            elif isinstance(target, ast.Name) and isinstance(node.value, ast.Call) and _passes(node.value, target.id):
+                yield target.id
+
+
+def _passes(call: ast.Call, name: str) -> bool:
+    """Whether a call is given a name, in a list or a tuple too: ``np.concatenate([kept, part])``."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    inner = [item for one in given if isinstance(one, ast.List | ast.Tuple) for item in one.elts]
+    return any(isinstance(one, ast.Name) and one.id == name for one in (*given, *inner))

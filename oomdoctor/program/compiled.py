@@ -3,11 +3,11 @@
 The lines of a code object, of a frame or of a traceback are all that is known of what runs; here they are brought
 together with the statements and functions of the text. What is not Python defines nothing and has no statements.
 
-Code can be rewritten so that each loop calls a hook before every iteration, and each branch that a counter decides
-another. The hooks stand in ``builtins`` of the process that runs the rewritten code: one that was forked to be thrown
-away. A loop that its hook ends does so as one that has run out: its ``else`` is run, and what follows is seen. Line
-numbers stay what they are. Limits: ``async for`` does not ask, nor do functions that were running already, nor those
-made by ``exec`` of a text that no file holds.
+Code can be rewritten so that each loop calls a hook before every iteration, each branch that a counter decides another,
+and each expression whose value may be a number a third. The hooks stand in ``builtins`` of the process that runs the
+rewritten code: one that was forked to be thrown away. A loop that its hook ends does so as one that has run out: its
+``else`` is run, and what follows is seen. Line numbers stay what they are. Limits: ``async for`` does not ask, nor do
+functions that were running already, nor those made by ``exec`` of a text that no file holds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import __future__
 
 import ast
 import builtins
-import dis
 import symtable
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
@@ -42,23 +41,17 @@ def source_of(path: Path) -> str:
     """Return the text of a Python file, in the encoding that it declares.
 
     Raises:
-        OSError: it cannot be read.
-        SyntaxError: it declares an encoding that there is not.
-        ValueError: it is in another encoding than that.
+        OSError, SyntaxError, ValueError: it cannot be read, or is in another encoding.
     """
     with tokenize.open(path) as file:
         return file.read()
 
 
 def compile_python(text: str, filename: str, flags: int = 0, *, awaits: bool = False) -> CodeType:
-    """Return the code of a text, with no flags but those that are given.
-
-    Args:
-        awaits: whether it may await at its top level.
+    """Return the code of a text, with no flags but those that are given; ``awaits`` lets its top level await.
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
+        SyntaxError, ValueError: it is not Python.
     """
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if awaits else 0
     code: CodeType = compile(text, filename, "exec", flags=flags, dont_inherit=True)
@@ -88,10 +81,7 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_compiled_from(codes: Iterable[CodeType], text: str) -> bool:
-    """Return whether ``text`` compiles to all of ``codes``: else the file was edited after it was loaded.
-
-    They are of one file.
-    """
+    """Return whether ``text`` compiles to all of ``codes``, of one file: else that was edited after it was loaded."""
     codes = list(codes)
     try:
         # Who runs a script by ``exec`` hands on its own futures.
@@ -146,10 +136,7 @@ def does_nothing(cell: str) -> bool:
 
 
 def on_their_lines(statements: str, cell: str) -> str:
-    """Return statements of a cell on the lines that they have in it.
-
-    As they are where it has others, or where another statement of the cell shares a line with one of them.
-    """
+    """Return statements of a cell on their lines in it; as they are where it has others, or a line is shared."""
     wanted = [ast.dump(node) for node in tree_of(statements).body]
     nodes = [(ast.dump(node), node) for node in tree_of(cell).body]
     kept = {line for text, node in nodes if text in wanted for line in lines_of(node)}
@@ -170,7 +157,22 @@ FunctionKey: TypeAlias = tuple[str, int]
 """Qualified name and first line of a function."""
 
 HOOK_PREFIX: Final = "_oomdoctor_"
-_JUMP_BACK: Final = frozenset(code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An expression of a program that compares, computes, calls or subscripts.
+
+    Attributes:
+        function: the qualified name of what it stands in, empty outside of functions and classes.
+        text: the expression, by which it is known in a changed program.
+        names: what it reads, as dotted names; ``inner``: the texts of such expressions in it.
+    """
+
+    function: str
+    text: str
+    names: tuple[str, ...] = field(default=(), compare=False)
+    inner: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +189,7 @@ class LoopHooks:
         branch: takes what an ``if`` decided in whose test there is a counter; returns the decision.
         asked: called before what an ``assert`` tests.
         holds: takes what ``asked`` returned and what was tested; returns whether it holds.
+        value: takes the parts of a ``Site`` and the value of that expression; returns the value.
     """
 
     items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
@@ -196,23 +199,23 @@ class LoopHooks:
     branch: Callable[[Any], Any] = lambda outcome: outcome
     asked: Callable[[], Any] = lambda: None
     holds: Callable[[Any, Any], Any] = lambda _asked, outcome: outcome
+    value: Callable[[tuple[Any, ...], Any], Any] = lambda _site, value: value
 
 
 def install_hooks(hooks: LoopHooks) -> None:
     """Let rewritten code of this process call ``hooks``, in the place of those that it called before."""
-    for field in fields(hooks):
-        setattr(builtins, HOOK_PREFIX + field.name, getattr(hooks, field.name))
+    for hook in fields(hooks):
+        setattr(builtins, HOOK_PREFIX + hook.name, getattr(hooks, hook.name))
 
 
 def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None = None) -> CodeType:
     """Return the code of a Python text whose loops and branches call the hooks; it may await at its top level.
 
     Args:
-        last: the name that the value of an expression is bound to with which the text ends; None for none.
+        last: the name that the value of an expression is bound to with which the text ends.
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: likewise.
+        SyntaxError, ValueError: it is not Python.
     """
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     tree = compile(text, filename, "exec", flags=flags | ast.PyCF_ONLY_AST, dont_inherit=True)
@@ -225,10 +228,7 @@ def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None
 
 
 def hooked_functions(text: str, filename: str) -> dict[FunctionKey, CodeType]:
-    """Return the code of each function of a file as ``compile_hooked`` makes it; none where it is not Python.
-
-    Two lambdas of one line look alike, and are left out.
-    """
+    """Return the code of each function of a file as ``compile_hooked`` makes it, but for lambdas that share a line."""
     try:
         _, *inner = with_inner(compile_hooked(text, filename))
     except (SyntaxError, ValueError, RecursionError):
@@ -242,26 +242,65 @@ def function_key(code: CodeType) -> FunctionKey:
     return code.co_qualname, code.co_firstlineno
 
 
-def has_loop(code: CodeType) -> bool:
-    """Return whether a function has a loop, or a function or comprehension inside of it has."""
-    return any(not _JUMP_BACK.isdisjoint(each.co_code[::2]) for each in with_inner(code))
+_VALUED: Final = (ast.Compare, ast.BoolOp, ast.BinOp, ast.Call, ast.Subscript)
 
 
 class _Hooking(ast.NodeTransformer):
-    """Puts calls of the hooks into a tree."""
-
     def __init__(self, counters: frozenset[str]) -> None:
         self._counters = counters
         self._whiles = 0
         self._depth = 0
+        self._within: list[str] = []
+        self._unhooked: set[ast.AST] = set()
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return a node as it is rewritten."""
+        if not isinstance(node, _VALUED) or node in self._unhooked or isinstance(getattr(node, "ctx", None), _STORED):
+            return super().visit(node)
+        parts = [part for part in ast.walk(node) if part is not node]
+        names = {ast.unparse(part) for part in parts if _is_dotted(part)}
+        inner = {ast.unparse(part) for part in parts if isinstance(part, _VALUED)}
+        site: Any = (".".join(self._within), ast.unparse(node), (*sorted(names),), (*sorted(inner),))
+        return ast.copy_location(_call("value", ast.Constant(site), super().visit(node)), node)
+
+    def visit_ClassDef(self, node: Any) -> Any:
+        self._within.append(node.name)
+        self.generic_visit(node)
+        self._within.pop()
+        return node
 
     def visit_FunctionDef(self, node: Any) -> Any:
+        self._depth += 1
+        returns, node.returns = node.returns, None  # what is annotated is read by others as it stands
+        self.visit_ClassDef(node)
+        node.returns = returns
+        self._depth -= 1
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
         return node
 
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        node.value = None if node.value is None else self.visit(node.value)
+        return node
+
+    def visit_match_case(self, node: ast.match_case) -> ast.match_case:
+        self._unhooked.update(ast.walk(node.pattern))
+        self.generic_visit(node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        self._unhooked.add(node.value)  # nobody takes its value
+        self.generic_visit(node)
+        return node
 
     def visit_For(self, node: ast.For) -> ast.For:
         self.generic_visit(node)
@@ -295,6 +334,7 @@ class _Hooking(ast.NodeTransformer):
         return ast.copy_location(_call("listed", _call("mark"), node), node)
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        self._unhooked.update(ast.walk(node.test))  # the loop asks
         self.generic_visit(node)
         self._whiles += 1
         name, test = f"rounds_{self._whiles}", node.test
@@ -302,6 +342,16 @@ class _Hooking(ast.NodeTransformer):
         target = ast.Name(id=HOOK_PREFIX + name, ctx=ast.Store())
         begun = ast.Assign(targets=[target], value=_call("rounds", ast.Constant(self._depth == 0)))
         return [ast.copy_location(begun, node), node]
+
+
+_STORED: Final = (ast.Store, ast.Del)
+
+
+def _is_dotted(node: ast.AST) -> bool:
+    """Tell whether an expression is a name, or an attribute of one."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def _call(hook: str, *args: ast.expr) -> ast.Call:

@@ -133,13 +133,7 @@ class Flow:
 
 
 class Way:
-    """One way through statements.
-
-    Attributes:
-        flow: how values go.
-        now: the names that carry a graph behind what was gone through.
-        ever: those that do anywhere.
-    """
+    """One way through statements: the names that carry a graph behind it (``now``), and anywhere (``ever``)."""
 
     def __init__(self, flow: Flow, names: set[str]) -> None:
         self.flow, self._gradless, self._jumped = flow, False, set[str]()
@@ -194,7 +188,6 @@ class Way:
         return found - self._bound_otherwise(assigned(node), found)
 
     def _bound_otherwise(self, pairs: Iterable[tuple[ast.expr, ast.expr]], names: set[str]) -> set[str]:
-        """Return the names that are bound to something without a graph."""
         by_value = [(set(target_names(target)), self._has(value, names)) for target, value in pairs]
         bound = {name for found, has in by_value if not has for name in found}
         return bound - {name for found, has in by_value if has for name in found}
@@ -266,7 +259,6 @@ def _taken_apart(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, 
 
 
 def _iterated(target: ast.expr, iterated: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield the targets of a loop, each with what its values come from."""
     match target, iterated:
         case ast.Tuple(elts=[first, second]), ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
             yield first, _NOTHING

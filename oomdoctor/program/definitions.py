@@ -27,9 +27,7 @@ _LONGEST: Final = 72
 class Scope:
     """Statements that run together: the top level of a cell (``function`` None) or the body of a function.
 
-    Attributes:
-        name: of the function, qualified by its class.
-        file: what the module is called that it stands in, None in a cell.
+    ``name`` is qualified by the class, ``file`` what the module is called that it stands in, None in a cell.
     """
 
     cell: int
@@ -229,7 +227,6 @@ def _bound(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Fu
 
 
 def _reached(failing: int, scopes: list[Scope], other_names: Mapping[str, str]) -> tuple[Scope, ...]:
-    """Return the failing cell's top level and what it calls, by name, and what that calls."""
     waiting = [scope for scope in scopes if scope.function is None and scope.cell == failing]
     done: list[Scope] = []
     while waiting:
@@ -256,12 +253,7 @@ def _arguments(of: Scope, scopes: list[Scope]) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One call.
-
-    Attributes:
-        cell: number of the cell that it stands in; ``line``: where it begins there.
-        name: dotted name of what is called, empty where that is not a plain name.
-    """
+    """One call; ``name`` is empty where what is called is not a plain name."""
 
     cell: int
     line: int

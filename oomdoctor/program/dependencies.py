@@ -73,10 +73,7 @@ def ground(program: Program) -> Ground:
 
 
 def _back(body: Iterable[ast.stmt], needed: set[str], definitions: Mapping[str, ast.stmt]) -> list[ast.stmt]:
-    """Return the statements that bind or change a needed name, blocks as a whole; what they read is added to those.
-
-    Definitions are found by their name.
-    """
+    """Return the statements that bind or change a needed name, blocks as a whole; what they read is added to those."""
     kept: list[ast.stmt] = []
     for node in reversed(list(body)):
         reads = set[str]()
@@ -118,7 +115,6 @@ def _mentioned(
 
 
 def _of_modules(scopes: Iterable[Scope], program: Program) -> set[str]:
-    """Return what ``scopes`` take from modules of the user's own: ``models.Net``."""
     nodes = (node for scope in scopes for part in scope.body for node in ast.walk(part))
     taken = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     return {node.attr for node in taken if node.value.id in program.aliases}  # type: ignore[attr-defined]
@@ -147,10 +143,8 @@ def unreached(
 ) -> frozenset[int]:
     """Return the ids of the nodes of what the failing cell runs that were not reached.
 
-    Args:
-        line: of the failing cell; None where it is not known, so that all of it may have run.
-        running: ``(cell, line)`` of all that was running.
-        standing: where each of these stood.
+    ``line`` is that of the failing cell, None where it is not known, so that all of it may have run. ``running`` are
+    ``(cell, line)`` of all that was running, and ``standing`` tells where each of these stood.
     """
     top = next((one for one in program.running if one.function is None), None)
     if top is None or line is None or program.magic_at(line) is not None:  # a magic may show an error and go on
@@ -184,11 +178,7 @@ def lines_among(program: Program, nodes: Collection[int]) -> set[tuple[int, int]
 
 
 def is_gradless_at(program: Program, running: Collection[tuple[int, int | None]]) -> bool:
-    """Return whether a line that was running stands under ``no_grad`` or ``inference_mode``.
-
-    Args:
-        running: ``(cell, line)`` of each; of no line where that is not known.
-    """
+    """Return whether a ``(cell, line)`` that was running stands under ``no_grad`` or ``inference_mode``."""
     for scope in program.scopes:
         lines = [line for number, line in running if number == scope.cell and line is not None]
         nodes = (node for statement in scope.body for node in ast.walk(statement))
@@ -206,7 +196,6 @@ def _home(program: Program, cell: int, line: int) -> Scope | None:
 
 
 def _never_bound(scope: Scope, unbound: Iterable[str]) -> frozenset[str]:
-    """Return those of some names that are not bound, and that nothing deletes."""
     nodes = [node for one in scope.body for node in ast.walk(one)]
     deleted = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)}
     deleted |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
@@ -216,8 +205,7 @@ def _never_bound(scope: Scope, unbound: Iterable[str]) -> frozenset[str]:
 def _behind(body: Iterable[ast.stmt], line: int, unbound: frozenset[str]) -> Iterator[ast.stmt]:
     """Yield the statements that are run after the one with the line, if it does not fail, or were passed by before.
 
-    Args:
-        unbound: names that nothing has bound yet.
+    ``unbound`` are names that nothing has bound yet.
     """
     waiting = list(body)
     at = next((at for at, one in enumerate(waiting) if line in lines_of(one)), None)
@@ -267,7 +255,6 @@ def _is_first_round(loop: Loop, line: int, unbound: frozenset[str]) -> bool:
 
 
 def _always_bound(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement binds whenever it ends."""
     if isinstance(node, ast.With):
         yield from (name for one in node.body for name in _always_bound(one))
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -280,8 +267,7 @@ def _callers(
 ) -> dict[Scope, list[Scope]]:
     """Return the functions that are named in what may have run, each with the scope of each place.
 
-    Args:
-        own: what the objects that are named in the scopes which are running do not have from a library.
+    ``own`` tells what the objects named in running scopes do not have from a library.
     """
     named: dict[str, list[Scope]] = {}
     for scope in program.running:

@@ -132,7 +132,6 @@ def write(
 
 
 def _made_by(replay: str) -> tuple[str, ...]:
-    """Return the names of what statements that run again make, in their order."""
     made = (node for node in tree_of(replay).body if isinstance(node, ast.Assign | ast.AnnAssign))
     names = (part for node in made for part in ast.walk(node) if isinstance(part, ast.Name))
     return tuple(dict.fromkeys(name.id for name in names if isinstance(name.ctx, ast.Store)))
@@ -147,11 +146,7 @@ def _in_module(cells: Cells, texts: Mapping[int, str]) -> str:
 
 
 class _Again:
-    """Finds what has to run again, cell by cell.
-
-    Attributes:
-        texts: those statements, as they stand in the changed cells, by the number of their cell.
-    """
+    """Finds what has to run again, cell by cell: ``texts`` has those statements by the number of their changed cell."""
 
     def __init__(
         self,
@@ -216,7 +211,6 @@ class _Again:
         return [f"{number.entry} = {value}" for number, value in changes.items()]
 
     def _is_rebound(self, name: str, old: Page, place: int) -> bool:
-        """Whether an earlier cell binds ``name`` to something else after a statement."""
         number = old.cell.number
         later = [node for page in self._book.pages[:-1] if page.cell.number > number for node in page.tree.body]
         return any(binds(node, name) for node in [*old.tree.body[place + 1 :], *later])
@@ -340,7 +334,6 @@ def _needed(book: Book, definitions: Mapping[str, ast.stmt]) -> set[str]:
 
 
 def _rebound(node: ast.stmt) -> set[str]:
-    """Return the names that an assignment binds; none for other statements."""
     return bound(node) if isinstance(node, ast.Assign | ast.AnnAssign) else set()
 
 
@@ -388,7 +381,6 @@ def _only_defines(node: ast.ClassDef) -> bool:
 
 
 def _receivers(node: ast.AST) -> set[str]:
-    """Return the names of objects that ``node`` calls methods of or sets items or attributes of."""
     found: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
@@ -403,7 +395,6 @@ def _receivers(node: ast.AST) -> set[str]:
 
 
 def _holds_settings(node: ast.ClassDef) -> bool:
-    """Whether a class only gives values to names."""
     return all(
         (isinstance(part, ast.Assign | ast.AnnAssign) and not any(calls(part)))
         or isinstance(part, ast.Pass)

@@ -36,9 +36,8 @@ class ModelCalls:
     """Which calls run a model.
 
     Args:
-        program: the cells.
         kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
-        by_parts: any method and any part of a model counts as the model.
+        by_parts: whether any method and any part of a model counts as the model.
     """
 
     def __init__(self, program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> None:
@@ -98,10 +97,8 @@ _PLAIN: Final = Flow(stops=_stops)
 class Graphs:
     """The graphs that models make in one program, and the gradients that are taken of them.
 
-    Attributes:
-        models: which calls make one.
-        forwards: the methods called ``forward``: any of them may be run by whatever is called.
-        trains: whether anything in the program takes a gradient.
+    Any of ``forwards``, the methods called ``forward``, may be run by whatever is called. ``trains`` tells whether
+    anything in the program takes a gradient.
     """
 
     def __init__(self, program: Program, kinds: Mapping[str, str], *, by_parts: bool = False) -> None:
@@ -254,7 +251,6 @@ def _wants_gradient(keyword: ast.keyword) -> bool:
 
 
 def _gives(way: Way) -> bool:
-    """Whether a function gives its caller something with a graph."""
     given = ((met, node) for met, _ in way.met for node in own_nodes([met]))
     return any(
         isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)

@@ -21,14 +21,7 @@ _FOR_TOOLS: Final = re.compile(r"#!|# ?(@|\||%%|(export|hide)\b)")
 
 
 def name_for(module: str, attribute: str, cells: Cells, otherwise: str) -> str:
-    """Return the name to import ``module.attribute`` by: its own, unless the cells mean something else by it.
-
-    Args:
-        module: where it is imported from.
-        attribute: what is imported.
-        cells: the cells that were run.
-        otherwise: what to call it then.
-    """
+    """Return the name to import ``module.attribute`` by: its own, or ``otherwise`` where the cells use that."""
     if qualified_name(cells, attribute) == f"{module}.{attribute}":
         return attribute
     used = re.compile(rf"\b{attribute}\b")

@@ -35,10 +35,7 @@ _OWNING: Final = frozenset({"generate", "forward", "predict"})
 
 
 def history_appends(program: Program, kinds: Mapping[str, str]) -> list[tuple[Scope, ast.stmt, str]]:
-    """Return the statements that keep a graph in a history of which no gradient is taken, in the order of their lines.
-
-    They are those of loops that the failing cell runs, each with the name of the history.
-    """
+    """Return the statements of loops that keep a graph in a history of which no gradient is taken, with its name."""
     graphs = graphs_of(program, kinds)
     found = [(scope, *pair) for scope in program.running for pair in _appends(graphs, scope)]
     return sorted(found, key=lambda pair: (pair[0].cell, pair[1].lineno))
@@ -58,7 +55,6 @@ def _appends(graphs: Graphs, scope: Scope) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def _kept(node: ast.stmt) -> tuple[str, ast.expr] | None:
-    """Return the container or sum, and what is put into it."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=method) as called, args=[value])) if method in _FILLING:
             return call_name(called.value), value
@@ -120,7 +116,6 @@ def _returns_output(called: Scope, flow: Flow) -> bool:
 
 
 def _off_device(value: ast.expr) -> bool:
-    """Whether a value is made small or taken to the host on its way."""
     text = ast.unparse(value)
     return ".to('cpu'" in text or any(
         isinstance(node, ast.Attribute) and node.attr in _OFF_DEVICE for node in ast.walk(value)
@@ -220,10 +215,6 @@ def undifferentiated(program: Program, kinds: Mapping[str, str]) -> tuple[Place,
 
     The search goes from the cell inwards, so that an evaluation within an epoch is found beside the training. It goes
     into a function that gives nothing with a graph to whoever calls it; of another one it is the call that counts.
-
-    Args:
-        program: the cells.
-        kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
     """
     search = _Search(program, kinds)
     tops = [scope for scope in program.scopes if scope.cell == program.failing and scope.function is None]
@@ -231,14 +222,11 @@ def undifferentiated(program: Program, kinds: Mapping[str, str]) -> tuple[Place,
 
 
 class _Search:
-    """One search through what the failing cell runs."""
-
     def __init__(self, program: Program, kinds: Mapping[str, str]) -> None:
         self._program, self._graphs = program, graphs_of(program, kinds)
         self._seen: set[int] = set()
 
     def of_scope(self, scope: Scope) -> Iterator[Place]:
-        """Yield the places of a scope and of the functions that it calls."""
         if id(scope) in self._seen or scope.disables_grad or self._is_of_module(scope):
             return
         self._seen.add(id(scope))
@@ -272,7 +260,6 @@ class _Search:
         return isinstance(call, ast.Call) and self._graphs.models.path(scope, call) is not None
 
     def _called(self, body: Iterable[ast.AST]) -> list[Scope]:
-        """Return the functions of the cells that ``body`` calls by name with gradients on."""
         names = [torch_functions.last_name(node) for node in with_gradients(body) if isinstance(node, ast.Call)]
         return [scope for name in names if (scope := self._program.function(name)) is not None]
 
@@ -293,20 +280,13 @@ class _Search:
 
 
 def _suspends(node: ast.stmt) -> bool:
-    """Whether it hands over to other code in between, which would run without gradients too."""
     return any(isinstance(part, ast.Yield | ast.YieldFrom | ast.Await | ast.AsyncFor) for part in ast.walk(node))
 
 
 def outliving(
     program: Program, kinds: Mapping[str, str], places: Iterable[Place]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what keeps a graph when the failing cell has ended, as source text, and the models that are run.
-
-    Args:
-        program: the cells.
-        kinds: ``model``, ``loss`` and so on for each path of the namespace that leads to one.
-        places: of the code that is never differentiated.
-    """
+    """Return what keeps a graph of ``places`` when the failing cell has ended, as source text, and the models run."""
     graphs, places = graphs_of(program, kinds, by_parts=True), [*places]
     kept = dict.fromkeys(text for place in places for text in graphs.leavings(*place))
     met = (path for scope, node in places for _, path in graphs.models.below(scope, [node]) if path is not None)

@@ -48,12 +48,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Number:
-    """A whole number that is written down in a cell.
+    """A whole number that is written down in a cell, which may be one that a condition chooses.
 
-    Attributes:
-        name: what it is bound to, if it is bound to a name.
-        entry: what the cells read it by where it is part of some settings: ``args.batch_size``.
-        is_choice: a condition decides whether it or another one counts.
+    ``entry`` is what the cells read it by where it is part of some settings: ``args.batch_size``.
     """
 
     page: Page
@@ -86,11 +83,7 @@ class Book:
         return self.pages[-1]
 
     def page(self, number: int) -> Page:
-        """Return the cell of this number.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the cell of this number, a ``KeyError`` where there is none."""
         return {page.cell.number: page for page in self.pages}[number]
 
     def functions(self) -> Iterator[tuple[Page, Function]]:
@@ -116,10 +109,7 @@ class Book:
         return Place(page=page, function=function, line=getattr(node, "lineno", 1))
 
     def _before(self, at: Place) -> Iterator[tuple[Page, ast.stmt]]:
-        """Yield the statements of the top level that ran before ``at``, the last first.
-
-        A module sees its own alone, a cell those of cells.
-        """
+        """Yield the statements of the top level that ran before ``at``, the last first: a module sees its own alone."""
         pages = [page for page in self.pages if page.cell.file is None] if at.page.cell.file is None else [at.page]
         for page in reversed(pages if at.function is not None else pages[: pages.index(at.page) + 1]):
             for node in reversed(list(_unguarded(page))):
@@ -211,7 +201,6 @@ class Book:
         return [(copy, place) for copy, _, place in copies]
 
     def _member(self, expr: ast.Attribute | ast.Subscript, at: Place) -> list[tuple[ast.expr, Place]]:
-        """Return what an attribute of a settings object or an item of a settings dictionary was given."""
         key = key_of(expr)
         if key is None:
             return []
@@ -312,7 +301,6 @@ def _looked_up(expr: ast.expr) -> ast.expr:
 
 
 def _sets_entry(node: ast.AST, whole: str, key: str) -> bool:
-    """Tell whether ``node`` sets the attribute or item ``key`` of ``whole``."""
     return (
         isinstance(node, ast.Attribute | ast.Subscript)
         and isinstance(node.ctx, ast.Store)
@@ -350,7 +338,6 @@ def _assigned_last(block: Sequence[ast.stmt], name: str) -> ast.expr:
 
 
 def _default_of(function: Function, name: str) -> ast.expr | None:
-    """Return the default of a parameter, None where it has none."""
     args = function.args
     names = [part.arg for part in (*args.posonlyargs, *args.args)]
     given: dict[str, ast.expr | None] = dict(zip(names[::-1], args.defaults[::-1], strict=False))
@@ -359,7 +346,6 @@ def _default_of(function: Function, name: str) -> ast.expr | None:
 
 
 def _of_class(node: ast.ClassDef, key: str) -> list[ast.expr]:
-    """Return what a class gives its attribute ``key``."""
     found = [_assigned(part, key) for part in node.body if binds(part, key)]
     return [value for value in found if value is not None]
 

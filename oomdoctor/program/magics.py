@@ -37,11 +37,9 @@ _OPENS: Final = re.compile(r"[\"'(\[{]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedCell:
-    """A cell as plain Python.
+    """A cell as plain Python, line for line.
 
-    Attributes:
-        text: the masked source, line for line.
-        hidden: ``(masked, original)`` of each line that was masked, both without their indentation.
+    ``hidden`` are ``(masked, original)`` of each line that was masked, both without their indentation.
     """
 
     text: str
@@ -68,10 +66,7 @@ _MARK: Final = "# oomdoctor: IPython line "
 
 
 def parsed(source: str) -> ast.Module | None:
-    """Return the tree of a cell or a file, None where it is not Python.
-
-    It is made once for a text and shared by all who read it: nobody may write into its nodes.
-    """
+    """Return the tree of a text, made once and shared, so that nobody may write into it; None where there is none."""
     return _tree(mask(source).text)
 
 

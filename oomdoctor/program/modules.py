@@ -49,11 +49,7 @@ _numbers: Final[dict[str, int]] = {}
 
 
 def with_modules(cells: Cells, own: Iterable[ModuleType]) -> Cells:
-    """Return the cells with the modules before them that they reach by imports.
-
-    Args:
-        own: the modules that are loaded from files of the user's.
-    """
+    """Return the cells with the modules before them, of those from files of the user's, that they reach by imports."""
     if cells.modules:
         return cells
     loaded = {module.__name__: module for module in own if type(getattr(module, "__file__", None)) is str}
@@ -163,11 +159,7 @@ def put_in_place(edit: Edit, compiled: Compile | None = None) -> Callable[[], No
 
 @contextmanager
 def importing(texts: Mapping[str, str], compiled: Compile | None = None) -> Iterator[None]:
-    """Have modules that are imported in the body run another text than that of their file.
-
-    Args:
-        texts: the text by the file.
-    """
+    """Have modules that are imported in the body run another text than that of their file, by the file."""
     finder = _Finder(texts, compiled or compile_python)
     sys.meta_path.insert(0, finder)
     try:
@@ -177,8 +169,6 @@ def importing(texts: Mapping[str, str], compiled: Compile | None = None) -> Iter
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules where Python does, and has some run another text."""
-
     def __init__(self, texts: Mapping[str, str], make: Compile) -> None:
         self._texts, self._make = texts, make
 
@@ -195,7 +185,6 @@ class _Finder(MetaPathFinder):
 
 
 def _swaps(module: ModuleType, edit: Edit, make: Compile) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Yield each loaded function of a module with its other code."""
     file = str(edit.file)
     old, new = _by_name(compile_python(edit.before, file)), _by_name(make(edit.after, file))
     names = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
@@ -265,7 +254,6 @@ def _defined_here(body: list[ast.stmt]) -> frozenset[str]:
 
 
 def _run_new(module: ModuleType, edit: Edit, make: Compile, back: ExitStack) -> None:
-    """Run what the changed text newly imports and defines."""
     old = ast.parse(edit.before).body
     known, defined = {ast.dump(node) for node in old}, _defined_here(old)
     new = [

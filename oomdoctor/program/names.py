@@ -51,8 +51,7 @@ def root_of(node: ast.AST, *, through_calls: bool = True) -> str:
 def own_nodes(body: Iterable[ast.AST], without: Callable[[ast.AST], bool] = lambda _: False) -> Iterator[ast.AST]:
     """Yield the nodes of ``body`` in the order of the text, not going into functions and classes defined there.
 
-    Args:
-        without: what is left out, with all within it.
+    What ``without`` tells is left out, with all within it.
     """
     for node in body:
         if not without(node):
@@ -128,9 +127,7 @@ def first_uses(source: str) -> dict[str, FirstUse]:
 def read_first(body: Iterable[ast.AST], *, loops_run: bool = True, all_run: bool = False) -> set[str]:
     """Return the names that statements read, or go on from, before they bind them.
 
-    Args:
-        loops_run: what a loop binds is bound behind it; else it may run no time.
-        all_run: what a branch binds is bound behind it as well.
+    ``loops_run``: what a loop binds is bound behind it; else it may run no time. ``all_run``: likewise of a branch.
     """
     found, made = set[str](), set[str]()
     for name, use in _events(body, loops_run):
@@ -208,7 +205,6 @@ def loop_results(source: str) -> frozenset[str]:
 
 
 def _of_loops(source: str) -> tuple[list[Loop], list[ast.Assign]]:
-    """Return the loops at the top level of a cell, and the assignments in their bodies."""
     loops = [node for node in own_nodes(tree_of(source).body) if isinstance(node, Loop)]
     nodes = [node for loop in loops for node in own_nodes(loop.body)]
     return loops, [node for node in nodes if isinstance(node, ast.Assign)]

@@ -21,8 +21,7 @@ _BRANCHES = (ast.If, ast.With, ast.AsyncWith)
 class Region:
     """The statements ``block[start:end]``, of which the last one holds a call of ``backward``.
 
-    Attributes:
-        path: what the block stands in, from the function or the cell down to the statement that the block belongs to.
+    ``path`` is what the block stands in, from the function or the cell down to the statement that it belongs to.
     """
 
     scope: Scope

@@ -64,9 +64,9 @@ _MOST_NAMES: Final = 100
 class Repetition(NamedTuple):
     """Calls of the failing run, each as ``line N: `call` ``, those of other cells with the cell's number.
 
-    Attributes:
-        once: those that must not be made a second time and may have been made; ``ahead``: were not come to.
-        anew: those that write a file as a whole, whether they were come to or not.
+    ``once`` must not be made a second time and may have been made, ``ahead`` were not come to; ``anew`` write a file as
+    a
+    whole, whether they were come to or not.
     """
 
     once: tuple[str, ...] = ()
@@ -161,7 +161,6 @@ class _Names:
                 self.bound.add(node.arg)
 
     def of(self, dotted: str) -> tuple[str, ...]:
-        """Return ``dotted`` and all that it may stand for."""
         if dotted not in self._found:
             found = {dotted: None}
             waiting = [dotted]
@@ -192,7 +191,6 @@ class _Names:
 
 
 def _opened(scopes: Iterable[Scope]) -> Iterator[str]:
-    """Yield the names of files that are opened by what runs."""
     for node in (node for scope in scopes for node in _nodes(scope.body)):
         targets: list[ast.expr | None] = []
         if isinstance(node, ast.withitem):
@@ -224,7 +222,6 @@ def _is_alias(node: ast.AST) -> TypeGuard[ast.Assign | ast.AnnAssign]:
 
 
 def _is_dotted(node: ast.AST | None) -> bool:
-    """Return whether it is names with dots between them alone, without calls."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name)
@@ -386,7 +383,6 @@ def _is_opening(name: str) -> bool:
 
 
 def _mode(call: ast.Call, name: str) -> str:
-    """Return the mode that a file is written in, where it is written out."""
     at = 1 if name in _OPENING else 0
     modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
     modes += call.args[at : at + 1] if _is_opening(name) else []
@@ -398,7 +394,6 @@ def _is_iterator(node: ast.AST, names: _Names) -> bool:
 
 
 def _commands(program: Program, number: int) -> Iterator[tuple[int, str]]:
-    """Yield the shell commands and the cells of other languages."""
     for masked, original in program.masked[number].hidden:
         if original.startswith(("!", "%sx", "%system", "%%bash", "%%sh", "%%script", "%%writefile")) or re.match(
             r"[^=]+=\s*!", original

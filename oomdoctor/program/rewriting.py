@@ -40,11 +40,7 @@ _WORD: Final = re.compile(r"[^\W\d]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParsedCell:
-    """A cell as a LibCST module.
-
-    Attributes:
-        positions: where each node of ``module`` stands; lines are those of the cell.
-    """
+    """A cell as a LibCST module, and where each node of that stands in the lines of the cell."""
 
     source: str
     module: cst.Module
@@ -150,11 +146,7 @@ def text_of(node: cst.CSTNode) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EditPlace:
-    """A line of a cell that can be changed.
-
-    Attributes:
-        scope: the function at the top level of the cell that it stands in, or the whole cell.
-    """
+    """A line of a cell that can be changed, in a function (``scope``) of its top level or in the whole cell."""
 
     cell: Cell
     parsed: ParsedCell
@@ -211,10 +203,6 @@ def edit(
     did since.
 
     Args:
-        cells: the cells that were run.
-        cell: one of them.
-        parsed: it, as it was.
-        module: what becomes of it.
         live: lines that do to the objects that are there what changed statements of an earlier cell do when they make
             them, None where no statement is changed.
     """
@@ -310,9 +298,6 @@ def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef,
     names, which are compiled with the class that they stand in.
 
     Args:
-        before: the cell, as it was.
-        after: the cell, as it is to be.
-        changed: a class at its top level.
         holder: a name that nothing has, for as long as the statements run.
     """
     found = [node for node in before.body if isinstance(node, cst.ClassDef) and node.name.value == changed.name.value]
@@ -334,13 +319,10 @@ def given_to_class(before: cst.Module, after: cst.Module, changed: cst.ClassDef,
 
 
 def _is_making(node: cst.CSTNode) -> bool:
-    """Whether ``node`` is a method that runs when an object is made, or may."""
     return isinstance(node, cst.FunctionDef) and MAKING.fullmatch(node.name.value) is not None
 
 
 class _Exchange(cst.CSTTransformer):
-    """Puts something else in the place of some nodes."""
-
     def __init__(self, changes: Mapping[cst.CSTNode, New]) -> None:
         super().__init__()
         self._changes = {id(old): new for old, new in changes.items()}

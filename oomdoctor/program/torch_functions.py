@@ -1,8 +1,8 @@
 """The vocabulary of torch: what its functions and methods do to the autograd graph, and to their tensor.
 
-One table says what the results of a name are; every list that the readers of code need is made from it. A name means
-the method of a tensor (``out.argmax(1)``), the function of torch (``torch.argmax(out, 1)``), or both. The test of this
-module calls each name of torch on tensors that require a gradient, and looks whether the result has one.
+The tables of ``words.toml`` say what the results of a name are; every list that readers of code need is made from them.
+A name means the method of a tensor (``out.argmax(1)``), the function of torch (``torch.argmax(out, 1)``), or both. The
+test of this module calls each name of torch on tensors that require a gradient, and looks whether the result has one.
 
 Limits: names alone are judged, so that a method of the user's own object that is called ``item`` counts as torch's.
 """
@@ -10,7 +10,9 @@ Limits: names alone are judged, so that a method of the user's own object that i
 from __future__ import annotations
 
 import ast
+import tomllib
 from enum import Enum, auto
+from pathlib import Path
 from typing import Final
 
 
@@ -29,111 +31,41 @@ class Result(Enum):
     REDUCED = auto()  # few values of many
 
 
-_TABLE: Final[dict[Result, str]] = {
-    Result.NUMBER: """
-        item tolist numpy size numel nelement dim ndimension stride storage_offset element_size get_device data_ptr
-        const_data_ptr dim_order dense_dim sparse_dim storage storage_type untyped_storage equal allclose is_complex
-        is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size
-        is_set_to is_shared is_signed is_coalesced backward register_hook register_post_accumulate_grad_hook retain_grad
-        is_tensor is_storage result_type can_cast""",
-    Result.DETACHED: "detach detach_",
-    Result.DISCRETE: """
-        argmax argmin argsort argwhere nonzero nonzero_static count_nonzero searchsorted bucketize bincount multinomial
-        all any eq ne ge gt le lt equal greater greater_equal less less_equal not_equal isclose isfinite isinf isnan
-        isneginf isposinf isreal isin logical_and logical_not logical_or logical_xor signbit histc hash_tensor
-        one_hot""",
-    Result.TRUNCATED: "bool byte char short int long int_repr",
-    Result.NEW: """
-        new_empty new_empty_strided new_full new_ones new_zeros new_tensor empty_like full_like ones_like zeros_like
-        rand_like randn_like randint_like""",
-    Result.MOVED: "to cpu cuda xpu ipu mtia contiguous clone pin_memory",
-    Result.CAST: "float double half bfloat16 cfloat cdouble chalf type type_as",
-    Result.SHAPED: """
-        view view_as reshape reshape_as flatten ravel squeeze unsqueeze unflatten permute transpose t swapaxes swapdims
-        movedim moveaxis adjoint expand expand_as broadcast_to narrow select chunk split tensor_split unbind""",
-    Result.JOINED: "cat concat concatenate stack hstack vstack dstack row_stack column_stack",
-    Result.REDUCED: "sum mean prod min max amin amax norm std var median mode nansum nanmean logsumexp trace",
-}
-
-INDEXED: Final = frozenset(
-    {"max", "min", "median", "nanmedian", "mode", "kthvalue", "topk", "sort", "cummax", "cummin"}
+_TABLES: Final[dict[str, dict[str, str]]] = tomllib.loads(
+    Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
 )
-"""Names whose result is a pair if they go along a dimension, values and then positions."""
+
+
+def word_list(table: str, name: str) -> frozenset[str]:
+    """Return the words of the vocabulary that stand under a name of one of its tables, where it says what they are."""
+    return frozenset(_TABLES[table][name].split())
 
 
 def names_of(*results: Result) -> frozenset[str]:
     """Return the names that have one of these results."""
-    return frozenset(name for result in results for name in _TABLE[result].split())
+    return frozenset().union(*(word_list("results", result.name) for result in results))
 
 
 NO_GRAPH: Final = names_of(Result.NUMBER, Result.DETACHED, Result.DISCRETE, Result.TRUNCATED, Result.NEW)
 """Names whose result has no graph, whatever they are given."""
 JOINS: Final = names_of(Result.JOINED)
-HOST: Final = frozenset({"cpu", "numpy", "tolist", "item"})
-"""Names whose result is in host memory."""
+INDEXED: Final = word_list("torch", "INDEXED")
+HOST: Final = word_list("torch", "HOST")
 SMALL: Final = HOST | names_of(Result.NUMBER, Result.DISCRETE, Result.REDUCED)
 """Names whose result is small beside a batch of outputs, or is not on the device."""
-PLAIN_FUNCTIONS: Final = frozenset(
-    {"float", "int", "len", "str", "bool", "type", "isinstance", "range", "print", "format", "repr", "round"}
-)
-"""Functions of Python whose result has no graph. The methods of these names may keep it: ``logits.float()``."""
-PLAIN_ATTRIBUTES: Final = frozenset(
-    {
-        "shape",
-        "device",
-        "dtype",
-        "layout",
-        "data",
-        "ndim",
-        "itemsize",
-        "nbytes",
-        "name",
-        "names",
-        "output_nr",
-        "grad_fn",
-    }
-    | {"requires_grad", "is_leaf", "retains_grad", "is_cuda", "is_sparse", "dataset", "__name__"}
-)
-"""Attributes of a tensor, or of a loader, that have no graph."""
-GRADLESS: Final = frozenset({"no_grad", "inference_mode"})
-"""Contexts and decorators under which no graph is made."""
-GRADFUL: Final = frozenset({"enable_grad", "set_grad_enabled"})
-"""Contexts under which one may be made whatever is around them."""
-TAKES_GRADIENT: Final = frozenset(
-    {"backward", "manual_backward", "grad", "vjp", "jvp", "jacobian", "hessian", "jacrev", "jacfwd", "value_and_grad"}
-    | {"grad_and_value", "minimize", "fit_one_cycle"}
-)
-"""Functions and methods that take a gradient."""
-LETS_ERRORS_THROUGH: Final = (
-    GRADLESS
-    | GRADFUL
-    | {"autocast", "tqdm", "trange", "record_function", "profile", "device", "sdpa_kernel", "open", "accumulate"}
-    | {"save_on_cpu", "no_sync"}
-)
+PLAIN_FUNCTIONS: Final = word_list("torch", "PLAIN_FUNCTIONS")
+PLAIN_ATTRIBUTES: Final = word_list("torch", "PLAIN_ATTRIBUTES")
+GRADLESS: Final = word_list("torch", "GRADLESS")
+GRADFUL: Final = word_list("torch", "GRADFUL")
+TAKES_GRADIENT: Final = word_list("torch", "TAKES_GRADIENT")
+LETS_ERRORS_THROUGH: Final = GRADLESS | GRADFUL | word_list("torch", "LETS_ERRORS_THROUGH")
 """Contexts that swallow no error."""
-WANTS_GRADIENT: Final = (
-    TAKES_GRADIENT
-    | GRADFUL
-    | {"zero_grad", "requires_grad_", "retain_grad", "register_hook", "register_full_backward_hook"}
-)
+WANTS_GRADIENT: Final = TAKES_GRADIENT | GRADFUL | word_list("torch", "WANTS_GRADIENT")
 """These, and those that are called where somebody is about to take one."""
-ASKS_GRADIENT: Final = frozenset({"grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad"})
-"""Attributes that are read where somebody wants a gradient."""
-FILLS: Final = frozenset(
-    {"append", "extend", "insert", "appendleft", "add", "update", "setdefault", "put", "push", "store"}
-)
-"""Methods that put what they are given into their container."""
-GATHERS: Final = frozenset({"append", "extend", "insert", "appendleft", "add"})
-"""Those of them that add to what is there."""
-DRAWS: Final = frozenset(
-    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
-    | {"multinomial", "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu", "poisson"}
-    | {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d", "bernoulli_", "cauchy_", "exponential_", "geometric_"}
-    | {"log_normal_", "normal_", "random_", "uniform_", "alpha_dropout_", "dropout_", "feature_dropout_", "rrelu_"}
-    | {"feature_alpha_dropout_", "binomial", "svd_lowrank", "pca_lowrank", "fractional_max_pool2d"}
-    | {"fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"}
-)
-"""Functions and methods of torch that draw random numbers."""
+ASKS_GRADIENT: Final = word_list("torch", "ASKS_GRADIENT")
+FILLS: Final = word_list("torch", "FILLS")
+GATHERS: Final = word_list("torch", "GATHERS")
+DRAWS: Final = word_list("torch", "DRAWS")
 
 
 def last_name(call: ast.Call) -> str:

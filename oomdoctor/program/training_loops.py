@@ -36,8 +36,6 @@ _DRAWS: Final = re.compile(
 
 
 class _Roles(NamedTuple):
-    """What the names of one scope stand for."""
-
     kinds: Mapping[str, str]
     stands_for: Mapping[str, str]
 
@@ -54,10 +52,8 @@ def training_loops(
     """Return every loop that trains.
 
     Args:
-        program: the cells.
         kinds: ``model``, ``loss``, ``optimizer`` or ``scheduler`` for each path of the namespace that leads to one.
-        line: of the failing cell, the one that was running.
-        running: ``(cell, line)`` of all that was running, functions included.
+        line: of the failing cell, the one that was running; ``running``: ``(cell, line)`` of all, functions included.
     """
     found = [(scope, loop) for scope in program.scopes for loop in _loops(program.seen_from(scope), scope)]
     told = [_facts(program.seen_from(scope), scope, loop, kinds) for scope, loop in found]

@@ -55,11 +55,7 @@ class Card:
         return torch.device("cuda", self.index)
 
     def resolve(self, device: Any) -> torch.device:
-        """Return ``device`` with its index.
-
-        Raises:
-            RuntimeError: there is no such device, with the words of CUDA.
-        """
+        """Return ``device`` with its index; a ``RuntimeError`` with the words of CUDA where there is no such device."""
         import torch
 
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -134,10 +134,9 @@ class Copy:
             self.end()
 
     def end(self) -> int | None:
-        """End the copy with those that it has made; what has not been taken by ``poll`` is lost.
+        """End the copy with those that it has made; return the status that it ended with, where this call took it.
 
-        Returns:
-            The status that it ended with, where it was this call that took it.
+        What has not been taken by ``poll`` is lost.
         """
         if self.over:
             return None

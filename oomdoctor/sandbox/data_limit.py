@@ -48,10 +48,9 @@ unfilled = 0
 class Ceiling(NamedTuple):
     """A limit that the user has asked for above a cell: it is theirs, though it is not set in the system.
 
-    Attributes:
-        limit: of what is mapped, in bytes.
-        name: as the user has written it.
-        malloc_free: what the C library held free when the cell began, which is no part of what the cell may take.
+    ``limit`` is of what is mapped. What the C library held free when the cell began (``malloc_free``) is no part of
+    what
+    the cell may take. Both are in bytes.
     """
 
     limit: int

@@ -52,9 +52,7 @@ def processors() -> int:
 def forked(keep: Collection[int] = (), *, prepare: Callable[[], None] | None = None) -> int:
     """Do what ``os.fork`` does; the copy is alone, ignores interrupts and draws what its origin would have drawn.
 
-    Args:
-        keep: descriptors that the copy shares with its origin.
-        prepare: called in the copy first.
+    It shares the descriptors ``keep`` with its origin, and calls ``prepare`` first.
     """
     # CPython seeds ``random`` anew in every forked process: the end of ``random.py``.
     state, pid = random.getstate(), -1

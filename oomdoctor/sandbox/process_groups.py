@@ -5,7 +5,9 @@ group that it makes is one of the same size whose collectives do nothing, and wh
 sight and alive, because to destroy a group waits for its threads without an end.
 
 DDP's reducers get their own gradients back from each exchange, as if all ranks had the same batch: torch's ``fake``
-backend gives them no result at all, and fails there.
+backend gives them no result at all, and fails there. In a dry run they run on fake tensors with their buckets as they
+are; what reads values is replaced: the check that all ranks have the same parameters, the first broadcast of them, and
+the new order of buckets after the first step, which leaves the sum of their sizes.
 
 Limits: a collective leaves its outputs as they are. What a program computes from values of other ranks is another
 value then; sizes that depend on one are wrong. A hook that the program registers for DDP's exchange, as one that
@@ -56,8 +58,7 @@ def imitate() -> None:
 def _hide(c10d: Any) -> tuple[int, int] | None:
     """Keep the groups that there are alive, and have torch know of none; return this rank and how many there are.
 
-    Returns:
-        None where the program makes its groups itself: then it begins without one.
+    None where the program makes its groups itself: then it begins without one.
     """
     world = c10d._world
     default = world.default_pg
@@ -114,3 +115,32 @@ def _exchange_nothing(module: Any, ddp: Any) -> None:
 
 is_from_before = False
 """Whether the group was there when the cell began, so that the copy has to begin with one like it."""
+
+
+_BROADCAST: Final = 250 << 20
+"""Bytes that are put together for the first broadcast of a model. Source: ``broadcast_bucket_size`` of
+``DistributedDataParallel.__init__`` in torch 2.4 to 2.13."""
+
+
+def run_ddp_on_fakes() -> None:
+    """Have models that DDP wraps run on fake tensors in this process; nothing is ever put back."""
+    if "torch.distributed.distributed_c10d" not in sys.modules:
+        return
+    from torch.nn.parallel import distributed
+
+    module: Any = distributed
+    module._verify_param_shape_across_processes = lambda *args, **kwargs: True
+    module._sync_module_states = _broadcast
+    module.dist.Reducer._rebuild_buckets = lambda self: False
+
+
+def _broadcast(module: Any, *args: Any, **kwargs: Any) -> None:
+    """Take for a moment what the broadcast of a model's parameters and buffers takes."""
+    import torch
+
+    del args, kwargs
+    by_device: dict[Any, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        by_device[tensor.device] = by_device.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    for device, size in by_device.items():
+        torch.empty(min(size, _BROADCAST), dtype=torch.uint8, device=device)

@@ -53,9 +53,7 @@ _most_resident = 0
 def take(free: int, limit: int, *, populated: bool) -> int:
     """Keep memory back, where no more than ``FOR_MESSAGES`` is kept; return how much is kept now, in bytes.
 
-    Args:
-        free: bytes that can still be had below ``limit``.
-        populated: whether its pages are to be there, because the limit counts pages.
+    ``free`` bytes can still be had below ``limit``; its pages are ``populated`` where the limit counts pages.
     """
     global _owner, _released, _most_resident
     if address_space() > FOR_MESSAGES:

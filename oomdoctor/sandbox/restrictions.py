@@ -45,11 +45,7 @@ def raise_limits() -> None:
 
 
 def bound_memory(processes: int = 1) -> None:
-    """Let this process take its share of what the machine has left, half of it for one, so that others need not end.
-
-    Args:
-        processes: how many there are with such a share.
-    """
+    """Let this process, one of so many, take its share of what the machine has left: half of it for one alone."""
     if not sys.platform.startswith("linux"):
         return
     import psutil
@@ -170,11 +166,7 @@ _time: Any = time
 
 
 def keep_to_itself(shell: Any) -> None:
-    """Turn writes into none and keep output, questions and windows from the user, for the rest of this process.
-
-    Args:
-        shell: the IPython shell, None in a script.
-    """
+    """Turn writes into none and keep output, questions and windows from the user, for the rest of this process."""
     torch: Any = sys.modules["torch"]
     # The pool of OpenMP did not survive the fork, and to wait for it would never end.
     torch.set_num_threads = torch.set_num_interop_threads = _nothing

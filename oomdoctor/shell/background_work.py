@@ -31,14 +31,9 @@ _LONGEST_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What goes on beside a cell.
+    """What goes on beside a cell: tasks and calls to come of the loop that is running, timers, numbers of processes.
 
-    Attributes:
-        tasks: those of the loop that is running, none where there is no loop.
-        timers: ``threading.Timer`` that wait for their time.
-        calls: those that the loop is to make.
-        processes: numbers of the processes that ``multiprocessing`` has started.
-        work: what tells the work of pools.
+    ``work`` has what tells the work of pools.
     """
 
     tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
@@ -72,14 +67,9 @@ def _children() -> list[Any]:
 
 
 async def end_since(before: Beside, *, waits: bool) -> str | None:
-    """Cancel the timers and the user's tasks and calls that were made since ``before``.
+    """Cancel the timers and the user's tasks and calls since ``before``; return why the cell cannot be undone, if so.
 
-    Args:
-        waits: whether the caller is awaited by the loop, so that the tasks can be awaited in their turn. Otherwise they
-            end when the loop runs again.
-
-    Returns:
-        Why the cell cannot be undone, None where all of them end.
+    ``waits``: the caller is awaited by the loop, so that the tasks can be awaited; else they end when it runs again.
     """
     now = beside()
     for timer in now.timers:
@@ -102,8 +92,7 @@ async def end_since(before: Beside, *, waits: bool) -> str | None:
 async def clear_away(before: Beside, *, waits: bool, anyway: bool = False) -> None:
     """End what an attempt that failed has left behind. For the arguments see ``end_since``.
 
-    Args:
-        anyway: whether another attempt may follow what cannot be undone.
+    ``anyway``: whether another attempt may follow what cannot be undone.
 
     Raises:
         RuntimeError: something goes on, beside which no other attempt may be made.

@@ -38,9 +38,8 @@ def cells_until(shell: Any, number: int, source: str) -> Cells:
 def filenames(shell: Any, number: int | None = None) -> dict[str, int]:
     """Return the number of the cell by the file name of its code.
 
-    Args:
-        number: of the cell that is running. Cells that it runs in their turn, as `%%capture` does its body, are
-            compiled as the next one, and count as it.
+    Cells that the one of ``number`` runs in their turn, as `%%capture` does its body, are compiled as the next one, and
+    count as it.
     """
     known = getattr(shell.compile, "_filename_map", None)
     if not isinstance(known, dict):
@@ -154,11 +153,7 @@ _CELL_MAGIC: Final = re.compile(r"%%(\w+)")
 
 @contextmanager
 def as_in_the_cell(failure: BaseException, cell: Cell, names: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Have the traceback of a failure of ``cell`` tell the cell's lines; yield the numbers of cells by file name.
-
-    Args:
-        names: the number of the cell by the file name of its code.
-    """
+    """Have the traceback of a failure of ``cell`` tell the cell's lines; yield the numbers of cells by file name."""
     magics, before = _head(cell.source)
     files = {name for name, number in names.items() if number == cell.number}
     bodies = next((_COMPILED_AS[one] for one in magics if one in _COMPILED_AS), ())

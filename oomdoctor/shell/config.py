@@ -72,6 +72,11 @@ class OomDoctor(Configurable):
     margin = 0
     """``guard_margin`` in bytes, 0 where it is left to the guard."""
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What bounds a retry: how many attempts, the time after which none is begun, and that of its forecasts."""
+        return {"most_attempts": self.attempts, "time_budget_s": self.retry_time_s, "plan_s": self.forecast_time_s}
+
     def room(self) -> int:
         """Return how many bytes of host memory copies of weights may take now."""
         from oomdoctor.evidence import host

@@ -37,8 +37,7 @@ from oomdoctor.shell.cells import (
     texts_of,
 )
 from oomdoctor.shell.error_boundary import Run, left_alone, quietly
-from oomdoctor.shell.filling import Filling, may_fill_in
-from oomdoctor.shell.open_case import OpenCase
+from oomdoctor.shell.open_case import Filling, OpenCase, may_fill_in
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
@@ -54,10 +53,9 @@ def ran_in(where: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRun:
-    """A cell that was run.
+    """A cell that was run, with what the shell was asked to run it with.
 
     Attributes:
-        kwargs: that the shell was asked to run it with.
         transaction: takes it back; None where there is no snapshot.
         beside: what went on beside it when it began.
         shown: where the answer to its failure stands; None where it has no place yet.
@@ -133,11 +131,9 @@ def _comes_later(extension: Extension, case: Case) -> bool:
 
 
 def answer_outside(extension: Extension, failure: BaseException, why: str, source: str) -> None:
-    """Diagnose a failure outside of every cell that was seen to begin, after it was shown.
+    """Diagnose a failure outside of every cell that was seen to begin, after it was shown; nothing can be run again.
 
-    Args:
-        why: nothing can be run again.
-        source: the text of the cell, nothing where it was in none.
+    ``source`` is the text of the cell, nothing where it was in none.
     """
 
     def observe() -> Case:
@@ -297,7 +293,6 @@ class Attempts:
     """Runs attempts of the open case in a shell.
 
     Attributes:
-        opened: whose cell is run again.
         waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
         anyway: whether another attempt may follow what cannot be undone.
         in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
@@ -342,9 +337,8 @@ class Attempts:
 async def heal(extension: Extension, request: Request, result: Any, cell: CellRun, *, tells: bool = False) -> bool:
     """Heal; whatever goes wrong in ours leaves the state of the cell's start and the user's own error.
 
-    Args:
-        result: the shell's, of the cell that fails or that asks for the retry; it answers as the retry does.
-        tells: whether the diagnosis is shown where it was not healed.
+    The shell's ``result``, of the cell that fails or that asks for the retry, answers as the retry does. ``tells``:
+    whether the diagnosis is shown where it was not healed.
     """
     opened = extension.open
     if opened is None:
@@ -406,13 +400,11 @@ async def _heal(extension: Extension, request: Request, attempts: Attempts) -> t
         opened.transaction,
         request.chosen,
         attempts.run,
-        most_attempts=extension.config.attempts,
-        time_budget_s=extension.config.retry_time_s,
         anyway=request.anyway,
         failed=set() if request.anew else opened.failed,
         by_itself=request.by_itself,
         places=lambda: filenames(extension.shell, opened.session.cells.failing.number),
-        plan_s=extension.config.forecast_time_s,
+        **extension.config.limits,
     )
     return pipeline.record(case), error
 

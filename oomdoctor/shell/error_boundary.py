@@ -32,11 +32,7 @@ _EACH_CELL: Final = frozenset({"loading", "reserve"})
 
 
 class Borders:
-    """The borders of one shell.
-
-    Attributes:
-        faults: what was printed, a line each.
-    """
+    """The borders of one shell; ``faults`` has what was printed, a line each."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -162,8 +158,7 @@ def current(owner: Any) -> Run | None:
 def source_begun_before(runs_cells: CodeType, ours: CodeType, owner: Any) -> str | None:
     """Return the text of the cell that is running the caller and began before ``owner`` was there; None outside of one.
 
-    Args:
-        runs_cells: of the shell's method that runs a cell; ``ours``: of the method of ``owner`` that stands around it.
+    The code is that of the shell's method that runs a cell, and ``ours`` of the method of ``owner`` around it.
     """
     source: str | None = None
     frame: FrameType | None = sys._getframe(1)

@@ -59,7 +59,7 @@ from oomdoctor.shell.warm_up import Warming, is_watched
 if TYPE_CHECKING:
     from oomdoctor.pipeline.job import Job
     from oomdoctor.ranks.groups import Groups
-    from oomdoctor.shell.filling import Filling
+    from oomdoctor.shell.open_case import Filling
 
 _PAST_AUTOGRAD: Final = re.compile(r"\.(data\b|numpy\(\)).*(_\(|=|\.(fill|sort|partition|put|itemset)\()")
 """A line that may write to a tensor past autograd; what is not like it needs no reading."""

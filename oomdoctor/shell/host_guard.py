@@ -57,11 +57,7 @@ def as_it_runs(source: str) -> str | None:
 
 
 def run_limited(extension: Extension, line: str, cell: str | None) -> None:
-    """Run what ``%%memlimit`` stands above and IPython has to run, such as another cell magic.
-
-    Raises:
-        UsageError: there is no size, or nothing to run.
-    """
+    """Run what ``%%memlimit`` stands above and IPython has to run, such as another cell magic."""
     if line.strip() in HELP:
         print(USAGE, end="")
         return

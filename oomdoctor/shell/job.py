@@ -100,7 +100,6 @@ def begin_run(extension: Extension, raw_cell: str) -> bool:
 
 
 def _leave_job(extension: Extension, why: SilentRank) -> None:
-    """Take no part any more, and say why."""
     extension.tracebacks.send_held()
     print(say(f"oomdoctor: the ranks are not healed together any more: {why}"), file=sys.stderr)
     job, extension.job = extension.job, None
@@ -124,9 +123,7 @@ def abandon_run(extension: Extension, error: BaseException) -> None:
 async def follow_job(extension: Extension, failure: BaseException | None, result: Any, run: CellRun) -> bool:
     """Follow the end of a cell with what the others make of it; return whether it is answered.
 
-    Args:
-        failure: what memory ran out with on this rank, None where it has not.
-        result: the shell's, of the cell.
+    ``failure`` is what memory ran out with on this rank.
     """
     from oomdoctor.ranks.circle import WordKind
 
@@ -161,7 +158,6 @@ async def follow_job(extension: Extension, failure: BaseException | None, result
 async def _answer(
     extension: Extension, job: Job, word: Word, failure: BaseException | None, result: Any, run: CellRun
 ) -> None:
-    """Heal this rank together with the others, and show what came of it."""
     from oomdoctor.pipeline.job import ended_by
     from oomdoctor.pipeline.together import Together
 
@@ -174,7 +170,6 @@ async def _answer(
         borders.guarded("ranks", lambda: job.circle.leave_talk("memory could not be inspected"))
         extension.tracebacks.send_held()
         return
-    case = found
     failing = opened.session.cells.failing
     attempts = Attempts(extension, opened, run.kwargs, extension.is_source_awaited(failing), in_its_place=True)
     still = [*threads_at_work(), *left_since(opened.beside)]
@@ -187,14 +182,12 @@ async def _answer(
     together = Together(
         job=job,
         word=word,
-        case=case,
+        case=found,
         session=opened.session,
         transaction=opened.transaction,
         plan=planned,
         losses=still,
-        most_attempts=extension.config.attempts,
-        time_budget_s=extension.config.retry_time_s,
-        plan_s=extension.config.forecast_time_s,
+        **extension.config.limits,
     )
     try:
         done = await borders.retried(together.heal(attempts.run), opened.transaction.restore)

@@ -89,12 +89,7 @@ def _join() -> None:
 
 
 class JobCall:
-    """One call of a healed function on this rank.
-
-    Attributes:
-        job: that it is a run of, None where it is this process' alone.
-        word: what has ended it, where the ranks are healed together.
-    """
+    """One call of a healed function on this rank: alone, or a run of ``job``, which ``word`` may have ended."""
 
     def __init__(self, *, takes_part: bool) -> None:
         self.job: Job | None = None

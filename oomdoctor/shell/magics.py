@@ -236,7 +236,7 @@ def report(_extension: Extension, words: list[str]) -> None:
 
     Without `--code` there is no line, name or message of your program in it.
     """
-    from oomdoctor.views.issue_report import issue_report
+    from oomdoctor.views.mime import issue_report
 
     if others := [word for word in words if word != "--code"]:
         raise UsageError(f"report does not take {shown(*others)}")
@@ -269,7 +269,6 @@ def help_(_extension: Extension, _words: list[str]) -> None:
 
 
 def _release(extension: Extension, fix_id: str) -> None:
-    """Apply a fix that lets go of memory and changes nothing else, and say how much that was."""
     shell, role = extension.shell, _RELEASES[fix_id]
     cells = cells_until(shell, shell.execution_count, "")
 

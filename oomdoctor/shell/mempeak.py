@@ -103,9 +103,7 @@ class _Peak:
 class PeakWatch:
     """One measurement: a context around what is measured, on the thread that it runs on.
 
-    Args:
-        copies: tells how much host memory the copies take that are no part of the program.
-        has_lines: whether what runs is a cell, with lines to tell.
+    ``copies`` tells how much host memory copies of ours take; ``has_lines``: whether what runs is a cell.
     """
 
     _open: Final[list[PeakWatch]] = []
@@ -200,11 +198,7 @@ class PeakWatch:
 
 
 def source_of(line: str, cell: str | None) -> str | None:
-    """Return what the magic is to run; None where it has told its usage.
-
-    Raises:
-        UsageError: there is nothing to run, or more on the line than the cell magic takes.
-    """
+    """Return what the magic is to run; None where it has told its usage, a ``UsageError`` where it cannot."""
     if line.strip() in HELP:
         print(say(USAGE), end="")
         return None
@@ -218,11 +212,7 @@ def source_of(line: str, cell: str | None) -> str | None:
 
 
 def run(shell: Any, source: str, number: int) -> None:
-    """Run a statement, or a cell within another cell magic, and print its peaks; a failure is the caller's.
-
-    Args:
-        number: of the cell that it stands in.
-    """
+    """Run a statement, or a cell within another cell magic, and print its peaks; a failure is the caller's."""
     text = shell.transform_cell(source)
     code = shell.compile(text, shell.compile.cache(text, number), "exec")
     with PeakWatch(shell, has_lines=False) as watch:

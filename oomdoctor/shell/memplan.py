@@ -60,9 +60,6 @@ def read_options(words: list[str]) -> Any:
 def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_s: float) -> str | None:
     """Plan what stands below the magic as ``words`` ask for; None where it has one sign.
 
-    Args:
-        number: of the magic's own cell.
-
     Returns:
         The cell, where it is to be run when the magic's is done.
 
@@ -104,7 +101,6 @@ def answer(shell: Any, words: list[str], cell: str | None, number: int, *, time_
 
 
 def _why_not(forecast: Forecast, verdict: Verdict) -> str | None:
-    """Return why the cell is not to be run, None where it is."""
     from oomdoctor.forecast.dry_run_result import is_of_card
     from oomdoctor.views.labels import about, clean
 

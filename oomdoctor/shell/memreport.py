@@ -1,27 +1,37 @@
-"""``%memreport`` and ``oomdoctor.report``: what holds memory now, and what has grown since the last report."""
+"""``%memreport`` and ``oomdoctor.report``: what holds memory now, and what has grown since the last report.
+
+``--live`` is an output that tells what is in use, again and again while later cells run. A thread reads the counters of
+the memories in use and sends the output anew where they have changed. It loads nothing, draws no random number, and
+does not go through the display of the shell, which a cell may be capturing. While an operation holds the interpreter's
+lock there is nothing new.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from contextvars import copy_context
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from uuid import uuid4
 
 from oomdoctor import pipeline
-from oomdoctor.errors import UsageError
+from oomdoctor.errors import NotAvailable, UsageError
 from oomdoctor.language import say
 from oomdoctor.model import jsonable
-from oomdoctor.model.memory import CellGrowth
+from oomdoctor.model.memory import CellGrowth, Usage
 from oomdoctor.model.session import Cells
 from oomdoctor.objects.frames import locals_of
+from oomdoctor.sandbox import reserve
 from oomdoctor.shell import ATTRIBUTE
 from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.cells import filenames as filenames_of
-from oomdoctor.shell.live_report import LiveReport
+from oomdoctor.shell.error_boundary import quietly
 from oomdoctor.shell.outputs import FLAG, HELP, JSON, PRINTED, Options, number, one_line, path, put, seconds
 
 if TYPE_CHECKING:
@@ -69,12 +79,9 @@ Reading: TypeAlias = dict[tuple[str, int], int]
 
 
 class MemReport:
-    """The magic in one shell.
+    """The magic in one shell. It keeps plain values alone: no tensor lives longer because it was reported.
 
-    It keeps plain values alone: no tensor lives longer because it was reported.
-
-    Attributes:
-        number: of the cell that is running, or ran last.
+    ``number`` is that of the cell that is running, or ran last.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -90,12 +97,9 @@ class MemReport:
         return {usage.key: usage.used for usage in usages if isinstance(usage.used, int)}
 
     def note(self, before: Reading | None, copies: int, number: int) -> None:
-        """Note what the cell that has run has left.
+        """Note what the cell that has run has left since the reading before, without the bytes of our own copies.
 
-        Args:
-            before: the reading when it began, None where there was none.
-            copies: bytes of host memory that are copies of ours, and no part of the program.
-            number: of the cell; of a retry that was typed in another one, of the cell that was run again.
+        ``number`` is its own; of a retry that was typed in another cell, that of the cell that was run again.
         """
         if before is None:
             return
@@ -125,11 +129,7 @@ class MemReport:
             live.end()
 
     def answer(self, words: list[str]) -> None:
-        """Report as ``words`` ask for.
-
-        Raises:
-            UsageError: they ask for what is not there; nothing is written then.
-        """
+        """Report as ``words`` ask for; nothing is written where they ask for what is not there, a ``UsageError``."""
         from IPython.display import display
 
         from oomdoctor.views import html, report_bundle
@@ -247,7 +247,6 @@ def _check_alone(options: Any) -> None:
 
 
 def _write(options: Any, page: str, shape: str) -> None:
-    """Put the report where it was asked to go, and say what went where."""
     said = []
     if options.snapshot is not None:
         said.append(f"{one_line(options.snapshot)}: {pipeline.snapshot(options.snapshot)}")
@@ -288,3 +287,60 @@ def _notebook() -> Any:
     """Return the shell that this process runs, None where it is no notebook and no IPython."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+
+
+_LONGEST_S: Final = 2.0
+"""Time that the thread gets to send what it is sending."""
+
+
+class LiveReport:
+    """One output that is kept up to date until ``end``, after ``every_s`` each.
+
+    Raises:
+        UsageError: this is no notebook, and no output can change.
+        NotAvailable: no thread can be had.
+    """
+
+    def __init__(self, shell: Any, every_s: float) -> None:
+        if not hasattr(shell, "kernel"):
+            raise UsageError("%memreport --live needs a notebook: what a terminal has printed cannot be refreshed")
+        self._publish, self._every_s = shell.display_pub.publish, every_s
+        self._id = {"display_id": uuid4().hex}
+        self._ended = threading.Event()
+        self._shown: dict[str, str] = {}
+        if not reserve.has_room(reserve.FOR_THREAD):
+            raise NotAvailable("%memreport --live needs a thread, and no memory is left for one")
+        self._show(f"Refreshed every {every_s:g} s; `%memreport --live off` ends it.", update=False)
+        # In the context of its cell, by which newer kernels know where an output belongs.
+        run = copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._go_on,), name="oomdoctor-live", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Leave the output as it is, and say that it has ended."""
+        self._ended.set()
+        with suppress(RuntimeError):  # of a thread that is no more, in a copy of this process
+            self._thread.join(_LONGEST_S)
+        quietly(lambda: self._show("Stopped: these numbers are the last."))
+
+    def _go_on(self) -> None:
+        while not self._ended.wait(self._every_s):
+            quietly(lambda: self._show(f"Refreshed every {self._every_s:g} s; `%memreport --live off` ends it."))
+
+    def _show(self, state: str, *, update: bool = True) -> None:
+        from oomdoctor.views.memory_report import live
+        from oomdoctor.views.mime import live_bundle
+
+        shown = live_bundle(live(readings(), state))
+        if shown != self._shown:
+            self._shown = shown
+            self._publish(shown, {}, transient=self._id, update=update)
+
+
+def readings() -> list[Usage]:
+    """Return the counters of each memory; of the host also its limit, and what is in use below that."""
+    from oomdoctor.evidence import host
+
+    *devices, last = pipeline.memories(beside=True)
+    capacity, free, _ = host.binding_limit(host.read(in_full=False))
+    return [*(one.usage() for one in devices), last.usage()._replace(reserved=capacity - free, limit=capacity)]

@@ -1,13 +1,20 @@
 """A failure that can still be retried, or whose change can be undone, and what is left of it in the notebook.
 
-That is its source for the next cell, and the way back from a healed one.
+That is its source for the next cell, and the way back from a healed one; and its forecasts, made while the kernel goes
+on, and shown as they come. A copy of the kernel makes them, so there are none where processes cannot be forked.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
@@ -18,9 +25,14 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Session, Simulated
 from oomdoctor.shell.background_work import Beside
 from oomdoctor.shell.cells import forget_results
+from oomdoctor.shell.warm_up import is_watched
 
 if TYPE_CHECKING:
+    from oomdoctor.forecast.ranking import Planning
+    from oomdoctor.model.plan import Plan
+    from oomdoctor.shell.error_boundary import Borders
     from oomdoctor.shell.extension import Extension
+    from oomdoctor.shell.showing import Shown
 
 
 @dataclass(slots=True)
@@ -101,11 +113,7 @@ def undo(extension: Extension) -> str:
 
 
 def why_not_retried(extension: Extension, outcome: Outcome) -> str:
-    """Return why the failed cell cannot be run again by a command or a button.
-
-    Args:
-        outcome: how it ended.
-    """
+    """Return why the failed cell, which ended so, cannot be run again by a command or a button."""
     if outcome.kind is OutcomeKind.HEALED:
         healed = f"{', '.join(outcome.fixes)} healed it"
         if extension.healed is not None:
@@ -119,11 +127,7 @@ def why_not_retried(extension: Extension, outcome: Outcome) -> str:
 
 
 def _why_not_undone(case: Case | None, passed: str) -> str:
-    """Return why there is nothing to undo, and what the state is.
-
-    Args:
-        passed: what a later cell has done that moved the state on, empty where none has.
-    """
+    """Return why there is nothing to undo, and what the state is; ``passed`` what a later cell has done to that."""
     if case is None:
         return "there is nothing to undo: no cell that ran out of memory was diagnosed so far"
     outcome, cell = case.outcome, case.incident.cell
@@ -141,3 +145,74 @@ def _why_not_undone(case: Case | None, passed: str) -> str:
 def _except(lost: Iterable[str]) -> str:
     told = "; ".join(lost)
     return f", except: {told}" if told else ""
+
+
+_SOON_S: Final = 0.3
+"""Until it is looked again whether the kernel has nothing to do."""
+
+
+def may_fill_in(shell: Any) -> bool:
+    """Return whether the forecasts of a failure can be filled in after it was shown."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return is_watched(shell) and hasattr(os, "fork")
+
+
+class Filling:
+    """The plan of one failure in the making, while the kernel goes on; ``shown`` shows it in the place of the last."""
+
+    def __init__(self, case: Case, planning: Planning, borders: Borders, shown: Shown) -> None:
+        self._case: Case | None = case
+        self._planning, self._borders, self._shown = planning, borders, shown
+        self._begun_s = time.monotonic()
+        self._handler: Any = None
+        self._heed()
+        self._task = asyncio.get_running_loop().create_task(self._listen())
+
+    def settle(self) -> bool:
+        """Wait for the rest of the plan; return whether it came, and the user did not interrupt it."""
+        why = ""
+        try:
+            for plan in self._planning.wait():
+                self._tell(plan)
+        except KeyboardInterrupt:
+            why = pipeline.INTERRUPTED
+        finally:
+            self.end(why)
+        return not why
+
+    def _tell(self, plan: Plan) -> None:
+        if self._case is not None:
+            elapsed_s = time.monotonic() - self._begun_s
+            self._borders.guarded("display", partial(self._shown.show_progress, plan, elapsed_s))
+
+    def _heed(self) -> None:
+        """Let an interrupt end the forecasts. Between cells the kernel ignores it, and so do the copies."""
+        if self._case is None or self._handler is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a cell is still running, which it would end
+            loop.call_later(_SOON_S, self._heed)
+            return
+        self._handler = lambda *_: loop.call_soon_threadsafe(self.end, pipeline.INTERRUPTED)
+        with suppress(ValueError):  # of a thread that is not the main one
+            signal.signal(signal.SIGINT, self._handler)
+
+    def end(self, why: str = "") -> None:
+        """Forecast nothing more; what has no forecast says so, and ``why``."""
+        if self._case is not None:
+            self._planning.cancel(why or "the forecasts were skipped")
+            if self._handler is not None and signal.getsignal(signal.SIGINT) is self._handler:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            case, self._case = pipeline.record(replace(self._case, plan=self._planning.plan)), None
+            self._borders.guarded("display", lambda: self._shown.update(case))
+
+    async def _listen(self) -> None:
+        try:
+            async for plan in self._planning.listen():
+                self._tell(plan)
+        except Exception as exc:  # noqa: BLE001 - border: nobody awaits this task
+            self._borders.fault("forecast", exc)
+        self.end()

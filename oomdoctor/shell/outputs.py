@@ -66,11 +66,7 @@ JSON: Final[dict[str, Any]] = {"nargs": "?", "const": PRINTED, "type": path}
 
 
 def put(text: str, path: Path) -> None:
-    """Write ``text`` to ``path``, and print it where that is ``PRINTED``.
-
-    Raises:
-        UsageError: the operating system does not let it be written.
-    """
+    """Write ``text`` to ``path``, and print it where that is ``PRINTED``; a ``UsageError`` where it cannot be."""
     if path == PRINTED:
         print(text)
         return

@@ -55,11 +55,9 @@ class Part:
     """A part of a script that may be run again.
 
     Attributes:
-        name: what it is called in messages: ``the call of `train```.
-        module: what the text around it is called: ``train.py``.
+        name: what it is called in messages: ``the call of `train```; ``module``: what the text around it is called.
         filename: of the code; ``text``: what stands there; ``flags``: the compiler's, for its futures.
-        source: the part as a cell.
-        bound: what has to be among the globals for it.
+        source: the part as a cell; ``bound``: what has to be among the globals for it.
         refused: why it cannot be run again, None if it can.
     """
 
@@ -132,10 +130,7 @@ class Watch:
     def answer(self, failure: BaseException, ranks: JobCall) -> tuple[bool, BaseException | None]:
         """Diagnose a failure, and run the part again with a change where that is right.
 
-        To be called outside of every ``except`` clause that handles the failure.
-
-        Args:
-            ranks: the run as one of a job, where it is healed on all ranks.
+        To be called outside of every ``except`` clause that handles the failure. ``ranks`` is the run as one of a job.
 
         Returns:
             Whether it was healed, and the error of the user's code that ended the last attempt.
@@ -175,7 +170,6 @@ class Watch:
         self._show("notice_bundle", pipeline.record(pipeline.refused(case, why)))
 
     def _answer_together(self, case: Case, session: Session, ranks: JobCall) -> tuple[bool, BaseException | None]:
-        """Heal the part together with the other ranks of its job."""
         guarded, shown = self._borders.guarded, partial(self._show, "bundle")
         is_own = case.incident.is_oom
         diagnosed = guarded("diagnosis", lambda: pipeline.diagnose(case, pipeline.rulebook())) if is_own else None
@@ -194,9 +188,7 @@ class Watch:
             transaction=self._transaction,
             plan=planned,
             losses=tuple(losses),
-            most_attempts=self._config.attempts,
-            time_budget_s=self._config.retry_time_s,
-            plan_s=self._config.forecast_time_s,
+            **self._config.limits,
             program=f"{self.part.name}: {self.part.text}",
         )
         ended = drive(self._borders.retried(together.heal(self._run), lambda: self._transaction.restore()))
@@ -250,10 +242,8 @@ class Watch:
             self._transaction,
             chosen,
             self._run_alone,
-            most_attempts=self._config.attempts,
-            time_budget_s=self._config.retry_time_s,
             by_itself=True,
-            plan_s=self._config.forecast_time_s,
+            **self._config.limits,
         )
         if case.outcome.kind is OutcomeKind.HEALED:
             _adopt(self.part.namespace, before)

@@ -70,7 +70,6 @@ def heal(function: Any = None, /, *, auto: str = "exact", attempts: int = 3, tim
 
 
 def _healed(function: F, config: OomDoctor) -> F:
-    """Return ``function``, healed."""
     _check(function)
     healer = _Healer(function, config)
 
@@ -84,12 +83,7 @@ def _healed(function: F, config: OomDoctor) -> F:
 
 
 class _Healer:
-    """One function, healed.
-
-    Attributes:
-        function: what is called: after a change of the function, the changed one.
-        wrapper: what stands in its place.
-    """
+    """One function, healed, with the ``wrapper`` in its place; ``function`` is the changed one after a change."""
 
     def __init__(self, function: Callable[..., Any], config: OomDoctor) -> None:
         self._config = config
@@ -171,7 +165,6 @@ class _Healer:
     def _answered(
         self, watch: Watch, failure: BaseException, handled: BaseException | None, ranks: JobCall
     ) -> tuple[BaseException | None, Any]:
-        """Return what the call is to raise, and else what it is to return."""
         part = watch.part
         with apart_from(handled, failure):
             _enter(part, failure)
@@ -233,8 +226,7 @@ def _spell(
 ) -> tuple[str, dict[str, Any]] | Refused:
     """Return a line that calls ``wrapper`` and binds ``RESULT``, and what has to be bound among the globals for it.
 
-    Args:
-        function: what it calls in its turn; ``text``: of the file or the cell that this stands in.
+    ``function`` is what it calls in its turn, ``text`` that of the file or the cell that this stands in.
     """
     home = _home_of(function)
     names = _Names(home.__globals__, global_names(text))
@@ -286,8 +278,6 @@ def _parameter_name(parameters: list[inspect.Parameter], at: int) -> str:
 
 @dataclass(slots=True)
 class _Names:
-    """Finds a way to write each argument down."""
-
     namespace: dict[str, Any]
     taken: Collection[str]
     bound: dict[str, Any] = field(default_factory=dict)

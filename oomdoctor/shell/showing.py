@@ -51,8 +51,7 @@ def output_place(told: dict[str, str]) -> Any:
 class Shown:
     """One failure on the screen: the last one, until there is another.
 
-    Attributes:
-        tells_end: whether the answer is going to tell how a retry has ended, so that nothing else has to.
+    ``tells_end``: whether the answer is going to tell how a retry has ended, so that nothing else has to.
     """
 
     def __init__(self, extension: Extension) -> None:
@@ -267,7 +266,7 @@ class _Doctor:
 
     def report(self, *, with_code: bool) -> str:
         """Return the environment and the case as JSON."""
-        from oomdoctor.views.issue_report import issue_report
+        from oomdoctor.views.mime import issue_report
 
         case = next(one for one in pipeline.cases() if one.number == self._number)
         return issue_report(case, with_code=with_code)
@@ -303,11 +302,7 @@ class _Doctor:
 
 
 def run_cell_anywhere(shell: Any, source: str) -> None:
-    """Run ``source`` as a cell on the main thread; return when it is done.
-
-    Raises:
-        NotAvailable: the cell awaits, which a cell of its own can have it do.
-    """
+    """Run ``source`` as a cell on the main thread and wait for it; ``NotAvailable`` where it awaits."""
     if shell.should_run_async(source, transformed_cell=shell.transform_cell(source)):
         raise NotAvailable(f"a cell that awaits is not run again from here: type `{source}` in a cell of its own")
     if threading.current_thread() is threading.main_thread():

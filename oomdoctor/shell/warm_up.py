@@ -75,9 +75,6 @@ def is_watched(shell: Any) -> bool:
 class Warming:
     """Readiness for a failure in one shell.
 
-    Args:
-        is_guarded: tells whether requests of cells may be refused though no limit is set.
-
     Attributes:
         done: whether all is loaded that can be so far.
         kept: bytes that are kept back, and will be again before an attempt.
@@ -140,9 +137,8 @@ class Warming:
     def begin_history(self) -> None:
         """Begin IPython's thread that writes the history again, which IPython ends at each fork.
 
-        The next cell would begin it, with memory as full as its failure left it.
-
-        Source: ``HistoryManager._stop_thread`` and ``_restart_thread_if_stopped``, IPython/core/history.py from 9.2 on.
+        The next cell would begin it, with memory as full as its failure left it. Source: ``_restart_thread_if_stopped``
+        of ``HistoryManager``, IPython/core/history.py from 9.2 on.
         """
         restart = getattr(self._shell.history_manager, "_restart_thread_if_stopped", None)
         if restart is not None and reserve.has_room(reserve.FOR_THREAD):
@@ -277,10 +273,7 @@ def _rehearse(config: OomDoctor) -> None:
 
 
 def _begin_collector() -> None:
-    """Begin the thread of pyzmq in which it lets go of large messages.
-
-    Source: ``zmq.utils.garbage``; ``store`` starts it for the first message above ``zmq.COPY_THRESHOLD`` (64 KiB).
-    """
+    """Begin the thread of pyzmq in which it lets go of large messages, which ``store`` starts for the first of them."""
     from zmq.utils.garbage import gc as collector
 
     with collector._lock:

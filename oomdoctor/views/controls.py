@@ -113,11 +113,7 @@ class Row:
         self.box = widgets.VBox([self.text, widgets.HBox(controls, layout=WRAPPING), self.change.box])
 
     def refresh(self, in_place: Sequence[Candidate], *, can_retry: bool) -> None:
-        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had.
-
-        Args:
-            can_retry: whether the cell can be run again now.
-        """
+        """Show whether the cell was healed with it: then its change of the source matters, in the dose that it had."""
         own = next((one for one in in_place if one.fix == self._candidate.fix), None)
         self._in_place = own is not None
         if own is not None and own != self._candidate:
@@ -202,11 +198,9 @@ def working(what: str) -> str:
 
 
 class Buttons:
-    """Buttons of which one is pressed at a time: while it runs, all of them are off.
+    """Buttons of which one is pressed at a time: while it runs, all of them are off, and ``status`` says what is done.
 
-    Attributes:
-        output: takes what a pressed button puts out.
-        status: says what is being done, from the moment that a button is pressed.
+    ``output`` takes what a pressed button puts out.
     """
 
     def __init__(self, widgets: Any) -> None:

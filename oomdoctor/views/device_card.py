@@ -32,10 +32,8 @@ class Fact(NamedTuple):
 class Card:
     """What one memory is shown as: a device or the host.
 
-    Attributes:
-        headline: its state in one sentence.
-        aside: what it calls itself, and which limit its total is.
-        bars: the whole of it, and of the host this process once more on a scale of its own.
+    ``aside`` is what it calls itself, and which limit its total is. Of the host, ``bars`` are the whole of it and this
+    process on a scale of its own.
     """
 
     headline: str
@@ -80,7 +78,6 @@ def in_use(device: DeviceMemory) -> tuple[int, int | None] | None:
 
 
 def _headline(device: DeviceMemory, census: Census | None, models: Sequence[ModelFacts]) -> str:
-    """Return in one sentence how full the device is, who has most of that, and what is only reserved."""
     name, whole = labels.device_name(device), in_use(device)
     if whole is None:
         return f"{name}: how much is in use is not known."
@@ -179,10 +176,9 @@ def _outside(device: DeviceMemory, most: int) -> Iterator[Fact]:
 def device_bar(
     device: DeviceMemory, census: Census | None, *, total: int | None = None, asked: int | None = None
 ) -> Bar | None:
-    """Return the bar of ``device``, None where nothing at all is known.
+    """Return the bar of ``device``, None where nothing at all is known; ``census`` is None where none was taken.
 
     Args:
-        census: who holds what there; None for a device that was not searched.
         total: what a message says about the capacity, used where the device itself cannot say.
         asked: bytes of the request that failed.
     """

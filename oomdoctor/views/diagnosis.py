@@ -78,12 +78,7 @@ _FATES_BY_FORMAT: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """What `%oomdoctor retry` would do.
-
-    Attributes:
-        chosen: the candidates that it would try, in their order.
-        why: why it would try none, where that is not for their forecasts.
-    """
+    """What `%oomdoctor retry` would do: the candidates that it would try, or why none, if not for their forecasts."""
 
     chosen: tuple[Candidate, ...] = ()
     why: str = ""
@@ -267,8 +262,7 @@ def read(explained: Explained) -> Document:
 def _reading(incident: Incident, findings: Sequence[Finding], *, measured: bool) -> tuple[str, ...]:
     """Return where to read on about the likeliest causes, by the ids of their rules, and what would tell more.
 
-    Args:
-        measured: whether changes are named that a run would price.
+    ``measured``: whether changes are named that a run would price.
     """
     pages = (
         f"{labels.clean(finding.title)}: `oomdoctor rules show {finding.rule}` (docs/rules.md#{finding.rule})"
@@ -290,8 +284,7 @@ def missing(device: DeviceMemory) -> tuple[str, ...]:
 def headline(incident: Incident, evidence: Evidence | None = None, *, meaning: str = "", cause: str = "") -> str:
     """Return the whole failure in one sentence with its numbers; with its ``meaning`` where it is none of memory.
 
-    Args:
-        cause: a sentence with the likeliest cause; without one, who holds most is told.
+    ``cause`` is a sentence with the likeliest; without one, who holds most is told.
     """
     cell = incident.cell
     subject = "The program" if cell is None else f"{labels.code(cell.source_line)} ({labels.place(cell)})"

@@ -64,13 +64,9 @@ def _filled(name: str, whole: tuple[int, int | None] | None) -> str:
 class Report:
     """What holds memory at one moment: plain values, which keep nothing of the program alive.
 
-    Args:
-        absent: what this machine lacks, by name.
-
     Attributes:
         whole: the evidence of all devices, of which ``evidence`` has one where that was asked for: ``only``.
-        number: of two reports of one process, the later has the larger one.
-        process: the id of the process that it is of.
+        number: of two reports of one ``process``, the later has the larger one.
     """
 
     def __init__(self, evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ()) -> None:
@@ -165,8 +161,7 @@ class Grown:
 class Planned:
     """What something needs that was not run: plain values, which keep nothing of the program alive.
 
-    Args:
-        names: what the cells are called in a program that is no notebook.
+    ``names`` is what the cells are called in a program that is no notebook.
     """
 
     def __init__(self, plan: MemPlan, names: Mapping[int, str] | None = None) -> None:
@@ -207,8 +202,8 @@ class Explained:
     """What a failure means by its text or its exception alone.
 
     Attributes:
-        others: further, distinct failures in the same text.
-        meanings: what each failure is, in one sentence; ``titles``: what each fix does.
+        others: further, distinct failures in the same text; ``meanings``: what each failure is, in one sentence.
+        titles: what each fix does.
         notes: what the explanation could not take into account, a line each.
     """
 

@@ -145,12 +145,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One stretch of a bar.
+    """One stretch of a bar; ``ratio`` is its share of the whole, 0 to 1.
 
-    Attributes:
-        kind: a role's value, or ``cached``, ``context``, ``elsewhere``, ``outside``, ``process``, ``simulated``,
-            ``children``, ``free``, ``asked`` or ``over``.
-        ratio: its share of the whole bar, 0 to 1.
+    ``kind`` is a role's value, or ``cached``, ``context``, ``elsewhere``, ``outside``, ``process``, ``simulated``,
+    ``children``, ``free``, ``asked`` or ``over``.
     """
 
     kind: str
@@ -177,11 +175,7 @@ class Bar:
 
     @classmethod
     def of(cls, title: str, total: int | None, pieces: list[tuple[str, str, int]]) -> Bar | None:
-        """Return the bar of ``(kind, label, bytes)``, None where there are no bytes.
-
-        Args:
-            total: bytes that there are.
-        """
+        """Return the bar of ``(kind, label, bytes)`` out of a total, None where there are no bytes."""
         pieces = [piece for piece in pieces if piece[2] > 0]
         scale = max(total or 0, sum(size for *_, size in pieces))
         if not scale:
@@ -211,8 +205,7 @@ class Timeline:
 
     Attributes:
         sentence: the same in words.
-        points: ``(bytes, line)`` in the order of the operations.
-        by_role: what the points are made of, ``(role, bytes at each point)``; empty where that is not known.
+        points: ``(bytes, line)`` in the order of the operations; ``by_role``: what they are made of, where it is known.
         budget_bytes: where the memory ends, None where the sentence is not about it.
         limit_bytes: where a picture shows that it ends.
         axis: what the lines are: of a cell, or numbers of cells, where each point is the end of one.
@@ -294,8 +287,7 @@ class Timeline:
 class Treemap:
     """Who holds the memory, by module and name: what a table of holders says, as areas. Text has the table alone.
 
-    Attributes:
-        tiles: of each kind, ``(name, bytes)``; the largest first in both.
+    ``tiles`` are ``(name, bytes)`` of each kind, the largest first in both.
     """
 
     tiles: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]

@@ -43,8 +43,6 @@ _ITEM: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Group:
-    """What some holders belong to. ``least``: how many of them make a group."""
-
     path: str
     least: int = 2
 
@@ -143,7 +141,6 @@ def _parts_saved(holding: Holding, roots: Sequence[str]) -> list[_Part]:
 
 
 def _sizes(parts: Sequence[_Part]) -> Counter[tuple[str, ...]]:
-    """Return the bytes of each module and of each that it stands in."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for way, size in parts:
         for depth in range(len(way) + 1):
@@ -163,7 +160,6 @@ def _roots(models: Sequence[ModelFacts]) -> list[str]:
 def _split(
     holdings: Sequence[Holding], group_of: Callable[[Holding], _Group | None]
 ) -> tuple[dict[tuple[Role, _Group], list[Holding]], list[Holding]]:
-    """Return the holders by their role and group, and those of no group."""
     groups: dict[tuple[Role, _Group], list[Holding]] = {}
     rest: list[Holding] = []
     for holding in holdings:

@@ -96,8 +96,7 @@ def holders(
 ) -> Holders:
     """Return the ``top`` largest holders of ``census``; above ``TOP`` the weights of models one by one.
 
-    Args:
-        beside: names that lead to memory that is no tensor's, listed among the others, without a share of the tensors.
+    ``beside`` are names that lead to memory that is no tensor's, without a share of the tensors.
     """
     others = [(held.bytes, _row_of_host(held)) for held in beside]
     if census is None:

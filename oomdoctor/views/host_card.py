@@ -110,9 +110,7 @@ def host_bar(host: HostMemory) -> Bar | None:
 def process_bar(host: HostMemory, census: Census | None, simulated: int = 0) -> Bar | None:
     """Return what this process holds of the host's memory as a bar of its own: a sliver of a large machine's.
 
-    Args:
-        census: who holds which tensors there; there is no bar where they were not searched for, or none was found.
-        simulated: bytes of tensors that count for a simulated device and lie in this process.
+    None where ``census`` found no tensors; ``simulated`` are the bytes of those that count for a simulated device.
     """
     rss = labels.known(host.rss)
     tensors = simulated + (census.found if census is not None else 0)
@@ -286,9 +284,7 @@ def _cgroup(host: HostMemory) -> str:
 class _Cache(NamedTuple):
     """The page cache of what binds, in bytes: of the memory cgroup with a limit, else of the machine.
 
-    Attributes:
-        charged_to: usage of the cgroup that counts it, None for the machine's.
-        unwritten: what must be written to disk first.
+    ``charged_to`` is the usage of the cgroup that counts it, and ``unwritten`` must be written to disk first.
     """
 
     whole: int

@@ -65,7 +65,6 @@ def survey(
 
     Args:
         top: holders to list for each device. Above ``holders.TOP`` weights are listed one by one, and all limits.
-        growth: what grew since an earlier report, where that was asked for.
         history: how much was in use at the ends of the cells so far.
         absent: what is known to be missing on this machine, by name.
     """
@@ -118,10 +117,7 @@ def _headline(sentence: str) -> Line:
 
 
 def focus(evidence: Evidence, device: str) -> Evidence:
-    """Return ``evidence`` of one device alone, and of the host as a whole.
-
-    Args:
-        device: its name, or the beginning of it: the first such device is taken.
+    """Return ``evidence`` of the first device whose name begins so, and of the host as a whole.
 
     Raises:
         UsageError: no device in use is called so.
@@ -141,8 +137,7 @@ def focus(evidence: Evidence, device: str) -> Evidence:
 def absences(evidence: Evidence, absent: Sequence[tuple[str, Unavailable]] = ()) -> tuple[str, ...]:
     """Return a line for what the machine lacks and one for what cannot be told, each thing with its reason.
 
-    Args:
-        absent: what is known to be missing, by name. A figure that wants for the same reason is not named again.
+    A figure that wants for the same reason as something ``absent`` is not named again.
     """
     told = {missing.reason for _, missing in absent}
     figures: dict[str, list[str]] = {}
@@ -236,9 +231,9 @@ def _signed(size: int) -> str:
 def growth_rows(before: Evidence, after: Evidence, when: str, *, top: int = TOP, only: str | None = None) -> GrowthRows:
     """Return the ``top`` largest changes on each device, by role and then by holder.
 
+    All that was collected is given: what one device alone has cannot tell that another was switched off.
+
     Args:
-        before: all that was collected then, and ``after`` now: what one device alone has cannot tell that another
-            was switched off.
         when: the moment of ``before``, in words: ``the report of In[3]``.
         top: above ``TOP`` weights are compared one by one.
         only: the one device to tell of.
@@ -321,8 +316,7 @@ def cells_table(cells: Sequence[CellGrowth]) -> Document:
 def live(usages: Sequence[Usage], state: str) -> tuple[Line | Bar, ...]:
     """Return a line and a bar for each memory, and what is to be said of the output itself.
 
-    Args:
-        usages: of the host, what is in use below its limit stands as reserved.
+    Of the host, what is in use below its limit stands as reserved.
     """
     blocks: list[Line | Bar] = []
     for usage in usages:

@@ -4,17 +4,24 @@ On a terminal text is as wide as that, in its colours and its characters, and pl
 
 The panel is not in it: with a widget in the same bundle, a saved notebook that is opened without its widget state
 shows nothing at all.
+
+Beside that, what somebody who mends a fault has to know of a case, as JSON to be copied: the environment and the
+figures. Without the user's leave there is nothing of their program in it: no line, name, path or message.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import shutil
 import sys
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypedDict
 
+from oomdoctor.model import jsonable
 from oomdoctor.model.case import OutcomeKind
 from oomdoctor.views import html, text
 from oomdoctor.views.diagnosis import answer, details, more, tell
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from oomdoctor.model.case import Case
+    from oomdoctor.model.plan import Forecast
     from oomdoctor.views.diagnosis import Retry
     from oomdoctor.views.document import Document
 
@@ -64,9 +72,6 @@ def kept(outputs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return what a cell put out below a button as one output that is saved with the notebook.
 
     A page shows it where the button's own output is not live.
-
-    Args:
-        outputs: in the form that notebooks keep them in.
     """
     texts, parts = [], []
     for one in outputs:
@@ -134,9 +139,7 @@ class Looks(TypedDict):
 def looks(stream: TextIO | None) -> Looks:
     """Return the width and whether there are colours: on a terminal that has them, unless NO_COLOR is set.
 
-    A kernel's standard output is no terminal.
-
-    Source: https://no-color.org
+    A kernel's standard output is no terminal. Source: https://no-color.org
     """
     coloured = _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in _COLOURLESS
     return Looks(width=_width(stream), colour=coloured)
@@ -163,3 +166,48 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):  # what stands in for a stream may lack it, and a closed one raises
         return False
+
+
+_PACKAGES: Final = ("oomdoctor", "torch", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "notebook", "numpy")
+_OF_INCIDENT: Final = (
+    *("family", "format", "device", "requested", "total", "free", "allocated", "reserved", "process_used"),
+)
+_OF_FORECAST: Final = ("peak", "reserved", "budget", "slowdown", "error_ratio", "at_least", "at_most")
+
+
+def issue_report(case: Case, *, with_code: bool = False) -> str:
+    """Return the environment and ``case`` as JSON; with lines, names and messages of the program if ``with_code``."""
+    told = jsonable.case(case) if with_code else _figures(case)
+    return json.dumps({"environment": environment(), "case": told}, indent=1, ensure_ascii=False)
+
+
+def environment() -> dict[str, str]:
+    """Return the versions that matter. Nothing is imported for it."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _figures(case: Case) -> dict[str, Any]:
+    incident, outcome, census = case.incident, case.outcome, case.evidence.census
+    return {
+        "incident": {name: jsonable.plain(getattr(incident, name)) for name in _OF_INCIDENT},
+        "roles": {role.value: size for role, size in census.roles},
+        "findings": [{"rule": one.rule, "confidence": one.confidence} for one in case.findings],
+        "unchanged": _forecast(case.plan.unchanged),
+        "fixes": [
+            {"fix": one.fix, "forecast": _forecast(one.forecast), "is_refuted": one.refuted is not None}
+            for one in case.plan.candidates
+        ],
+        "refused": [fix for fix, _ in case.plan.refusals],
+        "outcome": {name: jsonable.plain(getattr(outcome, name)) for name in ("kind", "attempts", "state", "peak")},
+    }
+
+
+def _forecast(forecast: Forecast) -> dict[str, Any]:
+    figures = {name: getattr(forecast, name) for name in _OF_FORECAST}
+    return {**figures, "verdict": forecast.verdict.value}

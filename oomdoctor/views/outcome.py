@@ -35,11 +35,7 @@ WHY: Final = "Why"
 
 
 def aftermath(case: Case, *, in_notebook: bool = True) -> Notice:
-    """Return how ``case`` ended: what was changed, at what price, and how to keep it.
-
-    Args:
-        in_notebook: whether commands can be typed.
-    """
+    """Return how ``case`` ended: what was changed, at what price, and how to keep it, by commands in a notebook."""
     mark = "✓" if case.outcome.kind is OutcomeKind.HEALED and not _passed(case) else "!"
     facts = ((name, told) for name, told in _facts(case) if told and (in_notebook or name not in _COMMANDS))
     return Notice(mark, _title(case), tuple(facts))

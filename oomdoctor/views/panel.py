@@ -48,11 +48,7 @@ _SAVED: Final = {"text/plain": "", "text/html": ""}
 
 
 class Doctor(Protocol):
-    """What the panel of one failure has done and looked up for it.
-
-    Attributes:
-        auto: the setting of that name.
-    """
+    """What the panel of one failure has done and looked up for it; ``auto`` is the setting of that name."""
 
     auto: str
 
@@ -136,8 +132,7 @@ class Panel:
     def display(self, place: Any = None, *, again: bool = False) -> None:
         """Show it, in a ``place`` that was held for it; where no kernel runs, nothing is seen of it.
 
-        Args:
-            again: only the first button, its sentence and how it goes on, as seen a second time.
+        Seen ``again``, it is only the first button, its sentence and how it goes on.
         """
         from IPython.display import display
 
@@ -196,8 +191,7 @@ class Panel:
     def _fill(self, plan: Plan, best: Candidate | None, other: Candidate | None) -> None:
         """Show what concerns the best fix at once, and a row for each other one where it is asked for.
 
-        Args:
-            other: the best of those that change results, where none that keeps them is to be tried.
+        ``other`` is the best of those that change results, where none that keeps them is to be tried.
         """
         press = None if self._typed else partial(self._press, "fix")
         before = f"{why_nothing(plan)} {_CHANGES}"
@@ -228,7 +222,6 @@ class Panel:
         )
 
     def _auto(self) -> Any:
-        """Return the choice of what is done by itself from now on."""
         chosen = self._widgets.Dropdown(
             options=[(say(name), value) for name, value in _AUTO],
             value=self._doctor.auto,
@@ -275,7 +268,6 @@ class Panel:
 
 
 def _best(case: Case, retry: Retry) -> str:
-    """Return what the button for the best fix does."""
     if retry.chosen:
         first = retry.chosen[0]
         certain = "" if first.forecast.fits else ", which is not certain to fit"

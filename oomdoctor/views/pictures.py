@@ -9,16 +9,22 @@ readers, and titles of transparent ``<div>`` above it answer the pointer.
 No theme reaches into an ``<img>``, and JupyterLab's themes set no ``color-scheme`` that it could ask for. So a picture
 paints the colours of ``labels.KINDS`` alone, which stand out from light and dark pages, with white text on them. The
 texts of axes stand beside it, in the page's own colour.
+
+One is drawn here: what is alive over the operations of a cell, coloured by role where that is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 from oomdoctor.language import say
+from oomdoctor.model.memory import Role
+from oomdoctor.model.sizes import format_size
+from oomdoctor.views.document import Timeline, point
 from oomdoctor.views.labels import KINDS
 
 WIDTH: Final = 780
@@ -45,13 +51,7 @@ class Spot(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A picture as a page shows it.
-
-    Attributes:
-        alt: what it shows, in words.
-        source: the URL of an image.
-        spots: what answers the pointer.
-    """
+    """A picture as a page shows it: the URL of an image, what that shows in words, and what answers the pointer."""
 
     alt: str
     source: str
@@ -61,11 +61,9 @@ class Picture(NamedTuple):
 def picture(
     title: str, alt: str, shapes: Iterable[str], *, kinds: Collection[str], spots: Iterable[Spot], size: str = ""
 ) -> Picture:
-    """Return a picture of SVG elements.
+    """Return a picture of SVG elements, which use the fills of ``kinds`` of memory.
 
-    Args:
-        kinds: of memory, whose fills the elements use; see ``fill``.
-        size: ``width height`` that the elements are drawn in; it is stretched. They are given in shares where it is "".
+    Elements are drawn in ``size``, ``width height``, which is stretched; they are given in shares where it is "".
     """
     title, alt = say(title), say(alt)
     spots = (spot._replace(title=say(spot.title)) for spot in spots)
@@ -88,3 +86,133 @@ def _pattern(kind: str) -> str:
     lines = f'<g stroke="#000" stroke-opacity="0.25" stroke-width="2.5">{_HATCHES[hatch]}</g>'
     ground = f'<rect width="8" height="8" fill="{colour}"/>'
     return f'<pattern id="{kind}" width="8" height="8" patternUnits="userSpaceOnUse">{ground}{lines}</pattern>'
+
+
+TIMELINE_HEIGHT: Final = 160
+"""Pixels."""
+
+_COLUMNS: Final = 100
+_ONE_COLOUR: Final = Role.UNEXPLAINED.value
+_MOST_LIMIT: Final = 2.5
+"""A limit that is further above the peak is beyond the picture, which would be empty otherwise."""
+_ROOM_ABOVE: Final = 1.05
+_LABEL: Final = 15 / TIMELINE_HEIGHT
+"""Height of a label, as a share of the picture."""
+_PLACE: Final = 0.09
+"""Width of the number of a line, likewise."""
+
+
+class Tick(NamedTuple):
+    """A label of the axis of sizes, so far from the top; ``is_strong``: of the peak or the limit."""
+
+    top: float
+    text: str
+    is_strong: bool = False
+
+
+class Drawn(NamedTuple):
+    """A timeline as a page shows it.
+
+    Attributes:
+        kinds: what its colours mean; empty where it has one colour.
+        limit: how far from the top the limit is, None where it is beyond the picture or not known.
+        peak: the line from the axis to the peak.
+        places: what stands below: the lines of the cell.
+    """
+
+    picture: Picture
+    kinds: tuple[str, ...]
+    ticks: tuple[Tick, ...]
+    limit: float | None
+    peak: Spot
+    places: tuple[Spot, ...]
+
+
+def timeline_drawn(timeline: Timeline) -> Drawn:
+    """Return the picture of a timeline, with what stands around it."""
+    places = timeline.highest(_COLUMNS)
+    points, peak = [timeline.points[at] for at in places], max(size for size, _ in timeline.points)
+    limit = timeline.limit_bytes
+    is_within = limit is not None and limit <= _MOST_LIMIT * peak
+    top = int(max(peak, limit if is_within and limit is not None else 0) * _ROOM_ABOVE) or 1
+    roles = [(role.value, [sizes[at] for at in places]) for role, sizes in timeline.by_role]
+    # What is there throughout lies below what comes and goes.
+    layers = sorted((layer for layer in roles if any(layer[1])), key=lambda layer: (-min(layer[1]), max(layer[1])))
+    kinds = tuple(kind for kind, _ in layers)
+    layers = layers or [(_ONE_COLOUR, [size for size, _ in points])]
+    step, at_peak = 1 / len(points), max(range(len(points)), key=lambda at: points[at][0])
+    whole = "" if limit is None else f" The limit is {format_size(limit)}."
+    told = [point(*each, timeline.axis) + _made_of(layers if kinds else (), at) for at, each in enumerate(points)]
+    spots = (Spot(at * step, 0.0, step, 1.0, told[at]) for at in range(len(points)))
+    return Drawn(
+        picture=picture(
+            "Memory timeline",
+            f"{timeline.sentence}{whole} At the peak: {told[at_peak]}.",
+            _shapes(layers, top),
+            kinds=[kind for kind, _ in layers],
+            spots=spots,
+            size=f"{WIDTH} {TIMELINE_HEIGHT}",
+        ),
+        kinds=kinds[::-1],
+        ticks=tuple(_ticks(top, peak, limit, is_within=is_within)),
+        limit=1 - limit / top if limit is not None and is_within else None,
+        peak=Spot(0.0, 1 - peak / top, (at_peak + 1) * step, 0.0),
+        places=tuple(_places([line for _, line in points], timeline.axis)),
+    )
+
+
+def _made_of(layers: Sequence[tuple[str, Sequence[int]]], at: int) -> str:
+    """Return what a point is made of, the largest first."""
+    made = sorted(((sizes[at], kind) for kind, sizes in layers if sizes[at]), reverse=True)
+    parts = ", ".join(f"{KINDS[kind].label} {format_size(size)}" for size, kind in made)
+    return f": {parts}" if parts else ""
+
+
+def _shapes(layers: Sequence[tuple[str, Sequence[int]]], top: int) -> Iterator[str]:
+    """Yield an area for each layer, which lies on those before it."""
+    below = [0] * len(layers[0][1])
+    edges = [round(WIDTH * at / len(below), 1) for at in range(len(below) + 1)]
+    for kind, sizes in layers:
+        above = [under + size for under, size in zip(below, sizes, strict=True)]
+        there = "".join(f"V{_y(size, top)}H{edges[at + 1]:g}" for at, size in enumerate(above))
+        back = "".join(f"V{_y(below[at], top)}H{edges[at]:g}" for at in reversed(range(len(below))))
+        yield f'<path d="M0 {TIMELINE_HEIGHT}{there}{back}Z" fill="{fill(kind)}"/>'
+        below = above
+
+
+def _y(size: int, top: int) -> str:
+    return f"{TIMELINE_HEIGHT * (1 - size / top):.4g}"
+
+
+def _ticks(top: int, peak: int, limit: int | None, *, is_within: bool) -> Iterator[Tick]:
+    """Yield the limit, the peak, and the round sizes that are clear of both."""
+    at_peak = 1 - peak / top
+    taken = [at_peak]
+    if limit is not None:
+        at_limit = 1 - limit / top if is_within else 0.0
+        if abs(at_limit - at_peak) < _LABEL:  # the lower of the two gives way
+            lower = min(at_limit, at_peak) + _LABEL
+            at_limit, at_peak = (at_limit, lower) if at_limit <= at_peak else (lower, at_peak)
+        taken = [at_peak, at_limit]
+        yield Tick(at_limit, f"limit {format_size(limit)}{'' if is_within else ' ↑'}", is_strong=True)
+    yield Tick(at_peak, f"peak {format_size(peak)}", is_strong=True)
+    step = 1 << max((top // 2).bit_length() - 1, 0)  # between two and four of them
+    for size in range(0, top, step):
+        at = 1 - size / top
+        if all(abs(at - other) >= _LABEL for other in taken):
+            yield Tick(at, format_size(size))
+
+
+def _places(lines: Sequence[int | None], axis: str) -> Iterator[Spot]:
+    """Yield the lines that the stretches of a timeline belong to, where there is room for them."""
+    if not any(lines):
+        yield Spot(0.0, 1.0, 1.0, 0.0, "operations in their order")
+        return
+    at = 0
+    for line, stretch in groupby(lines):
+        count = len(list(stretch))
+        if line is not None and count / len(lines) >= _PLACE:
+            yield Spot(
+                at / len(lines), 1.0, count / len(lines), 0.0, f"In[{line}]" if axis == "cells" else f"line {line}"
+            )
+        at += count

@@ -70,11 +70,7 @@ class Prices:
 
 
 def prices(plan: Plan, incident: Incident | None = None) -> Prices:
-    """Return the facts of ``plan``; its fixes are numbered as ``%oomdoctor fix N`` counts them.
-
-    Args:
-        incident: the failure that the plan answers, None where the cell has not failed.
-    """
+    """Return the facts of ``plan``, for ``incident`` if the cell has failed; fixes have their numbers in commands."""
     unchanged = plan.unchanged
     fits = unchanged.peak is not None and (unchanged.peak == 0 or unchanged.verdict is Verdict.FITS)
     # A failure contradicts a forecast that fits, unless it tells of another limit than that of the forecast.

@@ -100,14 +100,11 @@ def render(
 
 
 class _Renderer:
-    """Turns blocks into what rich prints."""
-
     def __init__(self, width: int, names: Mapping[int, str]) -> None:
         self._width, self._bar_width = width, min(width, _LONGEST_BAR)
         self._names = {f"In[{number}]": labels.clean(name) for number, name in names.items()}
 
     def parts(self, blocks: Iterable[Block]) -> Iterator[RenderableType]:
-        """Yield the parts of each block."""
         for block in blocks:
             yield from self._parts(block)
 
@@ -244,11 +241,7 @@ def _indented(part: RenderableType) -> Padding:
 
 
 def draw(bar: Bar, width: int, *, most: int | None = None) -> list[Text]:
-    """Return the lines of ``bar``: its title, its budget marker, the bar, and the legend.
-
-    Args:
-        most: how many segments the legend names, the largest ones; they stand on one line if they fit.
-    """
+    """Return the lines of ``bar``: its title, its budget marker, the bar, and the legend of its ``most`` largest."""
     groups = _groups(bar.segments, width)
     kinds = [_kind(group) for group in groups]
     cells = _cells([sum(segment.ratio for segment in group) for group in groups], width)
@@ -289,11 +282,7 @@ def _entry(group: Sequence[Segment]) -> Text:
 
 
 def _heading(bar: Bar, beyond: int, width: int) -> list[Text]:
-    """Return the title with the budget, the marker standing over the last cell that is within it.
-
-    Args:
-        beyond: cells that are past the budget.
-    """
+    """Return the title with the budget, whose marker stands over the last cell before those ``beyond`` it."""
     title = Text(bar.title, "bold")
     if bar.budget is None or bar.budget_ratio is None:
         return [title]

@@ -52,11 +52,7 @@ def _bytes(tiles: Sequence[tuple[str, int]]) -> int:
 
 
 def _tiles(sizes: Counter[tuple[str, ...]], way: tuple[str, ...], least: float) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of what stands at the end of ``way``: of its parts that are large enough, or whole.
-
-    Args:
-        sizes: bytes by the ways to modules and names; see ``by_module``.
-    """
+    """Yield name and bytes of what stands at the end of ``way``: of its parts that are large enough, or whole."""
     parts = [part for part, size in sizes.items() if part[:-1] == way and part and size >= least]
     for part in parts:
         yield from _tiles(sizes, part, least)

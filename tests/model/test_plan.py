@@ -4,7 +4,7 @@ from oomdoctor.model.case import Outcome, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect
 from oomdoctor.model.plan import Candidate, Forecast, Plan
 from oomdoctor.model.unavailable import Refused
-from oomdoctor.pipeline.candidates import with_made
+from oomdoctor.pipeline.failure import with_made
 
 
 def candidate(*fixes: str, parts: int) -> Candidate:

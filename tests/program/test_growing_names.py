@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oomdoctor.program.growing_names import growing
+from oomdoctor.program.code_names import growing
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from oomdoctor.model.plan import Candidate, Course, Forecast, Plan
 from oomdoctor.model.sizes import GIB, MIB
 from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.pipeline import unpriced
-from oomdoctor.pipeline.candidates import with_made
+from oomdoctor.pipeline.failure import with_made
 from oomdoctor.views.diagnosis import read, tell
 from oomdoctor.views.displayed import Explained
 from oomdoctor.views.document import Document

@@ -19,7 +19,7 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.model.plan import Course
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.views import html, timeline, treemap
+from oomdoctor.views import html, pictures, treemap
 from oomdoctor.views.document import Timeline, Treemap
 from oomdoctor.views.labels import KINDS
 from oomdoctor.views.pictures import WIDTH, Picture, fill, picture
@@ -37,11 +37,11 @@ def svg(drawn: Picture) -> ElementTree.Element:
     return ElementTree.fromstring(unquote(content))
 
 
-def shape(course: Course, **limits: int) -> timeline.Drawn:
+def shape(course: Course, **limits: int) -> pictures.Drawn:
     """Return the picture of a course."""
     found = Timeline.of(course, **limits)
     assert found is not None
-    return timeline.drawn(found)
+    return pictures.timeline_drawn(found)
 
 
 def census(*held: tuple[Role, str, int]) -> Census:
@@ -149,9 +149,9 @@ def test_the_areas_of_a_point_add_up_to_it_and_stay_within_the_picture() -> None
     columns = len(drawn.picture.spots)
     top = (9 * GIB + 64 * MIB) * 1.05
     highest = edges(paths[-1])[:columns]
-    assert min(highest) == pytest.approx(timeline.HEIGHT * (1 - (9 * GIB + 64 * MIB) / top), abs=0.1)
+    assert min(highest) == pytest.approx(pictures.TIMELINE_HEIGHT * (1 - (9 * GIB + 64 * MIB) / top), abs=0.1)
     for path in paths:
-        assert all(0 <= height <= timeline.HEIGHT for height in edges(path))
+        assert all(0 <= height <= pictures.TIMELINE_HEIGHT for height in edges(path))
         assert all(0 <= float(at) <= WIDTH for at in re.findall(r"H([\d.]+)", path.attrib["d"]))
     for lower, upper in pairwise(paths):
         assert edges(lower)[:columns] == edges(upper)[columns:][::-1]
@@ -179,7 +179,7 @@ def test_the_axis_has_the_limit_the_peak_and_few_round_sizes() -> None:
 def test_a_limit_far_above_is_beyond_the_picture() -> None:
     drawn = shape(memplans.COURSE, limit=80 * GIB)
     assert drawn.limit is None
-    assert drawn.ticks[0] == timeline.Tick(0.0, "limit 80.0 GiB ↑", is_strong=True)
+    assert drawn.ticks[0] == pictures.Tick(0.0, "limit 80.0 GiB ↑", is_strong=True)
 
 
 @pytest.mark.parametrize("limit", [None, 1, 80 * MIB, 100 * MIB, 101 * MIB, 104 * MIB, 250 * MIB, 400 * GIB])
@@ -187,7 +187,7 @@ def test_a_limit_far_above_is_beyond_the_picture() -> None:
 def test_labels_of_the_axis_do_not_overlap(peak: int, limit: int | None) -> None:
     drawn = shape(Course(points=((0, None), (peak, 1))), **({} if limit is None else {"limit": limit}))
     tops = sorted(tick.top for tick in drawn.ticks)
-    assert all(later - earlier >= timeline._LABEL - 1e-9 for earlier, later in pairwise(tops))
+    assert all(later - earlier >= pictures._LABEL - 1e-9 for earlier, later in pairwise(tops))
     assert tops[0] >= 0
     assert tops[-1] <= 1
 
@@ -212,8 +212,8 @@ def test_the_ends_of_cells_are_told_by_their_numbers() -> None:
         found.sentence
         == "At the ends of cells: 1.00 MiB after In[2], at most 8.00 MiB after In[3], now 4.00 MiB after In[4]."
     )
-    assert [spot.title for spot in timeline.drawn(found).picture.spots][1] == "8.00 MiB after In[3]"
-    assert [place.title for place in timeline.drawn(found).places] == ["In[2]", "In[3]", "In[4]"]
+    assert [spot.title for spot in pictures.timeline_drawn(found).picture.spots][1] == "8.00 MiB after In[3]"
+    assert [place.title for place in pictures.timeline_drawn(found).places] == ["In[2]", "In[3]", "In[4]"]
     assert Timeline.of_cells([(MIB, 2)], None) is None
 
 

@@ -14,7 +14,7 @@ from oomdoctor.model.memory import Census, Holding, HostHolding, Role
 from oomdoctor.model.plan import FROM_FAILURE, FROM_PEAK, Candidate, Forecast, MeasuredPeak, Plan, Verdict
 from oomdoctor.model.sizes import GIB
 from oomdoctor.model.unavailable import Refused, Unavailable
-from oomdoctor.pipeline.candidates import with_made
+from oomdoctor.pipeline.failure import with_made
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
 from oomdoctor.views.diagnosis import Retry, answer, headline, missing, next_steps, tell, why_nothing
