@@ -87,8 +87,7 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
 
 
 def _check_not_training(fix: str, code: CodeFacts) -> None:
-    if any(loop.in_failing_run for loop in code.loops):
-        raise Unfit(_TRAINS[fix])
+    need(not any(loop.in_failing_run for loop in code.loops), _TRAINS[fix])
     need(code.grad_disabled, "the failing line does not run under no_grad or inference_mode, so it may be training")
 
 
@@ -115,8 +114,7 @@ def _propose_half(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 @proposing
 def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
-    if any(loop.in_failing_run for loop in code.loops):
-        raise Unfit(_TRAINS["dynamic_quantization"])
+    need(not any(loop.in_failing_run for loop in code.loops), _TRAINS["dynamic_quantization"])
     if evidence.device.tensor_device != "cpu" or evidence.device.simulated:
         raise Unfit("the kernels of dynamic quantization run on the CPU alone")
     _check_not_training("dynamic_quantization", code)
@@ -169,8 +167,7 @@ def _patch_quantized(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
 
 
 def _found(fix: str, code: CodeFacts) -> tuple[Site, ...]:
-    if any(loop.in_failing_run for loop in code.loops):
-        raise Unfit(_TRAINS[fix])
+    need(not any(loop.in_failing_run for loop in code.loops), _TRAINS[fix])
     found = code.sites.get("half_weights", ())
     need([one for one in found if one.kind != "numpy"], _NO_RUN)
     return found
