@@ -117,7 +117,6 @@ def owner(code: CodeFacts, fix: str) -> TrainerFacts | None:
 
 
 def _set(trainer: TrainerFacts, keyword: str) -> int | float | str | bool | None:
-    """Return a setting that was in force, None where it is not known."""
     return dict(trainer.settings).get(keyword)
 
 
@@ -229,7 +228,6 @@ def _whole_parts(size: int, what: str) -> list[int]:
 
 
 def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
-    """Return why the batch cannot be taken apart."""
     if _set(trainer, "auto_find_batch_size"):
         return "the trainer looks for a batch size itself (`auto_find_batch_size`)"
     devices = _set(trainer, "_n_gpu")
@@ -253,7 +251,6 @@ def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -
 
 
 def _differs(trainer: TrainerFacts) -> Iterator[str]:
-    """Yield what comes out another way in parts."""
     model = trainer.model
     if draws := trainer.draws or (layer(model, model.dropout[0]) if model is not None and model.dropout else None):
         yield f"{draws} draws other random numbers for parts of a batch than for the whole"

@@ -44,7 +44,6 @@ _OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
 
 @refusing
 def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], device: str, dtype: str) -> Edit:
-    """Return the change of ``cell`` that runs the step of its ``loops`` under autocast, with a scaler for float16."""
     parsed = need(rewriting.read(cell.source))
     need(knows_torch(cells.beside(cell)), "the cells do not import `torch` by its name")
     scaler, scale = (rewriting.fresh_name(name, cells) for name in ("scaler", "scale"))

@@ -180,7 +180,6 @@ def _detect_loss(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 
 def _made_in(scope: Scope) -> Iterator[str]:
-    """Yield what a function binds to a cross-entropy that it makes: names, and attributes of its object."""
     for node in own_nodes(scope.body):
         if isinstance(node, ast.Assign) and any(
             isinstance(one, ast.Call) and call_name(one).rpartition(".")[2] == "CrossEntropyLoss"

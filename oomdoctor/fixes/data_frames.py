@@ -93,7 +93,6 @@ def _calls(text: str, names: frozenset[str]) -> bool:
 def _only_call(
     cells: Cells, dose: Dose, names: frozenset[str], none: str, *said: str
 ) -> tuple[rewriting.EditPlace, cst.Call]:
-    """Return the one call of these functions in the line of the dose, which says none of some settings."""
     place, _, calls = calls_in_line(cells, dose, names, none)
     if len(calls) != 1 or any(keyword(calls[0], name) is not None for name in said):
         raise Unfit(none)

@@ -288,7 +288,6 @@ def _narrowed(call: cst.Call) -> cst.Call | None:
 
 
 def _exchanged(call: cst.Call, at: int) -> cst.Call | None:
-    """Return ``call`` with float32 for its argument ``at``, None where that is not float64."""
     value = call.args[at].value
     root, _, last = text_of(value).strip("\"'").rpartition(".")
     if last not in _TEXTS or (root and root not in _ROOTS):

@@ -115,7 +115,6 @@ def _propose_amp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @refusing
 def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put a line before all else of the failing cell but its imports."""
     name, imports = need(import_lines.library_name(cells, "jittor"))
     text = line.format(name)
     need(text not in cells.failing.source, f"the failing cell says `{text}` already")

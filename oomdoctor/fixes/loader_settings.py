@@ -216,7 +216,6 @@ def _now(keyword: str, loader: LoaderFacts) -> int:
 
 @refusing
 def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the dose's value of a setting for each of its loaders."""
     value = dose.number(keyword) if keyword in dict(dose.values) else False
     names = str(dose["loaders"]).split(", ")
     loaders = [one for one in evidence.code.loaders if one.path in names and _now(keyword, one) > value]

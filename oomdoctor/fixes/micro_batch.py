@@ -134,7 +134,6 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 
 def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], dose: Dose) -> Edit | Refused:
-    """Return the edit of a cell whose ``found`` regions are taken apart."""
     parsed = need(rewriting.read(cell.source))
     beside = cells.beside(cell)
     names = {name: import_lines.name_for("oomdoctor", name, beside, other) for name, other in _HELPERS.items()}
@@ -193,7 +192,6 @@ def _replica(cells: Cells, region: Region, live: Sequence[str]) -> str:
 
 
 def _called(region: Region) -> set[str]:
-    """Return what is called in a region."""
     nodes = (node for unit in region.body for node in ast.walk(unit))
     return {called(node.func) for node in nodes if isinstance(node, ast.Call)}
 

@@ -139,7 +139,6 @@ class _Uses:
 
 
 def _written(node: ast.AST) -> list[ast.expr]:
-    """Return what a node writes into in place."""
     match node:
         case ast.Call(func=ast.Attribute(value=base, attr=method)) if torch_functions.is_in_place(method):
             return [base]

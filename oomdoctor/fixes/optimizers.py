@@ -136,7 +136,6 @@ def _adams(evidence: Evidence) -> tuple[OptimizerFacts, ...]:
 
 @refusing
 def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with every Adam of the failing run made another way."""
     if fix == "optimizer_8bit" and any("8bit" in cell.source for cell in cells.history):
         raise Unfit("the cells have to do with optimizers of 8 bits already")
     if (through := _trainers.patched(fix, cells, evidence, dose)) is not None:

@@ -112,7 +112,6 @@ def _variable() -> str:
 
 
 def _setter() -> Callable[[str], Any] | None:
-    """Return torch's function that changes the settings at run time, None where it has none."""
     import torch
 
     found = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
@@ -120,7 +119,6 @@ def _setter() -> Callable[[str], Any] | None:
 
 
 def _settings() -> str:
-    """Return the settings in force, as text."""
     import torch
 
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

@@ -235,7 +235,6 @@ def _shrink(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 
 def _images(evidence: Evidence) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the images of the batch by the names that hold them."""
     return {
         name: held.shape
         for name, item, held in _batch_shapes(evidence)
@@ -274,8 +273,6 @@ def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
 
 
 def _written(cells: Cells, loops: Sequence[TrainingLoop], line_of: Line) -> Patch | Refused:
-    """Return the cells with a line before the model is run in each loop."""
-
     def change(parsed: rewriting.ParsedCell, here: list[TrainingLoop]) -> dict[cst.CSTNode, rewriting.New]:
         changes: dict[cst.CSTNode, rewriting.New] = {}
         for facts in here:

@@ -141,7 +141,6 @@ def _release(session: Session) -> None:
 
 
 def _forget(session: Session, exc: BaseException) -> None:
-    """Take the tracebacks off ``exc`` and what it is chained to, leaving types and messages as they are."""
     users = {id(value) for value in list(session.namespace.values()) if isinstance(value, BaseException)}
     for link in chained(exc):
         if id(link) not in users:
