@@ -50,7 +50,7 @@ _TURNS: Final = 2
 """Turns that a loop makes where later steps are looked for, so that the numbers that it counts by move."""
 _SINCE: Final = 1
 """Steps after which expressions come to another value."""
-_LATER_S: Final = 10.0
+_LATER_S: Final = 20.0
 """Time in which expressions are tried in later steps, one after the other."""
 _UNKNOWN: Final = Trial(same=None)
 _CONTROLS: Final = 3

@@ -59,14 +59,18 @@ class Values:
         return value
 
     def still(self) -> Mapping[Site, Any]:
-        """Return the sites that may come to another value in later steps, with the one that they had in the first."""
+        """Return the sites that may come to another value in later steps, with the one that they had in the first.
+
+        What may begin stands before what may end.
+        """
         found = {site: next(iter(values)) for site, values in self._first.items() if len(values) == 1}
-        return {
-            site: value
+        moved = (
+            (site, value)
             for site, value in found.items()
             if (value is True or value == 0)
             and any(self._moves((site.function, part)) for part in (site.text, *site.names, *site.inner))
-        }
+        )
+        return dict(sorted(moved, key=lambda one: one[1] is True))
 
     def _add(self, part: tuple[str, str], number: float | None) -> None:
         if number is not None:

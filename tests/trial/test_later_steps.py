@@ -72,6 +72,12 @@ def test_what_stands_still_with_all_that_it_is_made_of_stays() -> None:
     assert still(program, x=torch.zeros(8, 2)) == {}
 
 
+def test_what_is_asserted_or_raised_for_is_no_step_to_come() -> None:
+    program = "for i in range(2):\n    assert i < 9\n    if i > 9:\n        raise ValueError(i)\n    late = i > 9\n"
+    assert still(program) == {"i > 9": False}
+    assert still(program.replace("late = i > 9", "late = 0")) == {}
+
+
 def test_the_condition_of_a_while_loop_is_no_condition_of_its_steps() -> None:
     assert still("step = 0\nwhile step < 3:\n    step += 1\n") == {}
 
