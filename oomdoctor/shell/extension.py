@@ -112,14 +112,14 @@ class Extension:
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
         self.guard = Watch(lambda: terms_of(self.config), shell.user_global_ns)
-        self.warming = Warming(shell, self.config, self.guard.is_on)
+        self.warming = Warming(shell, self.config, self.guard.is_on, self.guard.at_work)
         self.passed = ""
         self.changed: dict[int, str] = {}
         self.interrupted = False
         self.magics_before: dict[str, dict[str, Any]] = {}
         self._number = 0
         self.borders = Borders()
-        self.in_flight = 0
+        self.in_flight, self._answers = 0, threading.RLock()
         self.job: Job | None = None
         self.groups: Groups | None = None
         self.memreport, self.to_run = MemReport(shell), ""
@@ -173,7 +173,7 @@ class Extension:
             try:
                 return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
             finally:
-                if run is None:
+                if run is None and not self.in_flight:
                     self.guard.settle()
         self.in_flight += 1
         try:
@@ -183,7 +183,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
-            self.guard.settle()
+            self.guard.settle(has_others=self.in_flight > 0)
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -301,12 +301,10 @@ class Extension:
         return self.borders.guarded("guard", lambda: self.guard.arm(number, raw_cell, ceiling)) or False
 
     def _in_room(self, is_of_code: bool) -> AbstractContextManager[None]:
-        """Return the context in which a traceback is shown: without the guard's limit, for good where a cell ends."""
+        """Return the context in which a traceback is shown: with all the room there is, for good where a cell ends."""
         run = current(self)
-        if run is None:
-            return self.guard.paused() if self.in_flight else self.guard.answering()
-        if not is_of_code or run.depth > 1:
-            return self.guard.paused()
+        if run is None or not is_of_code or run.depth > 1:
+            return self.guard.at_work()
         self.guard.raised()
         return nullcontext()
 
@@ -429,7 +427,7 @@ class Extension:
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
-        with self.guard.paused():
+        with self._answers, self.guard.at_work():  # one at a time: there is no room for more
             reserve.let_go()
             result = self._threads.original(given)
             if given.exc_value is not None:
