@@ -102,13 +102,10 @@ class Interrupt:
                 self._pending = self._pending or _pressure(reading)
                 signal.pthread_kill(main.ident or 0, self.signal)
             elif self._may_raise_in(thread):  # nothing runs between this look and the request
-                self._count(thread.ident)
+                self.raised += 1
+                self._told.add(thread.ident)
                 kind = ctypes.py_object(_kind(_pressure(reading)))
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), kind)
-
-    def _count(self, ident: int | None) -> None:
-        self.raised += 1
-        self._told.add(ident)
 
     def _touching(self, threads: list[threading.Thread]) -> list[threading.Thread]:
         """Return those threads that touch memory which they had not touched."""
@@ -142,7 +139,8 @@ class Interrupt:
         if self._pending is None or frame is None or not may_raise(frame, self._globals):
             return ()
         pending, self._pending = self._pending, None
-        self._count(threading.main_thread().ident)
+        self.raised += 1
+        self._told.add(threading.main_thread().ident)
         return (pending,)
 
 

@@ -50,7 +50,7 @@ class Refusal:
         self._gauge = gauge
         self._data, self._anon = self._read()
         self._kept, self._threads = reserve.most_resident(), gauge.threads()
-        self._floor = self._least = 0
+        self._floor = 0
         self._ceiling, self._own = None if ceiling is None else self._data + ceiling, ceiling or 0
         self.untouched = 0
 
@@ -82,8 +82,7 @@ class Refusal:
     def begin(self, free: int | None, margin: int, *, has_ceiling: bool = True) -> None:
         """Set the limit for the first time, or for what follows; see ``keep``."""
         if free is not None:
-            self._least = max(min(LEAST, free // LEAST_SHARE), 0)
-            self._floor = self._read()[0] + self._least
+            self._floor = self._read()[0] + _least(free, margin)
         if self._ceiling is not None and has_ceiling:
             held_free = malloc_free()
             kept = held_free if isinstance(held_free, int) else 0
@@ -102,7 +101,7 @@ class Refusal:
         soft = None
         if free is not None:
             self.untouched = self._untouched(data, anon, free)
-            least = min(self._floor, data + self._least)
+            least = min(self._floor, data + _least(free, margin))
             soft = max(data + max(free - margin - self.untouched, 0), least)
         if self._ceiling is not None and has_ceiling:
             soft = self._ceiling if soft is None else min(soft, self._ceiling)
@@ -129,6 +128,11 @@ class Refusal:
             self._floor += mapped
             if self._ceiling is not None:
                 self._ceiling += mapped
+
+
+def _least(free: int, margin: int) -> int:
+    """Return the room that there is at least: it is of the margin, of which half stays."""
+    return max(min(LEAST, free // LEAST_SHARE, margin // 2), 0)
 
 
 def _stack() -> int:

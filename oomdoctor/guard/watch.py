@@ -5,7 +5,8 @@ between cells as well. While oomdoctor itself works, beside threads of the user'
 free is its own.
 
 One thread of ours looks. It looks the oftener the less is left: each second far from the limit, each 10 ms near it, as
-fast as memory could be filled in between; where no cell runs and the process does nothing, each 100 ms.
+fast as memory could be filled in between. Between cells these are seconds of the process's CPU time, so that nothing is
+looked at while nothing runs.
 
 Copies that the user's program forks begin without the limit and without the thread, and are the first that the kernel
 ends: its workers are to go before the notebook.
@@ -13,6 +14,8 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import threading
 import time
@@ -33,9 +36,10 @@ from oomdoctor.sandbox import data_limit, reserve
 
 FAR_S: Final = 1.0
 NEAR_S: Final = 0.01
+_CPU_CLOCK: Final = 2
+"""``CLOCK_PROCESS_CPUTIME_ID``. Source: include/uapi/linux/time.h."""
 _IDLE_S: Final = 0.1
-_AT_WORK_S: Final = 0.002
-"""CPU time between two looks from which the process does something; a look takes a tenth of it."""
+"""The longest time of the CPU between two looks where no cell runs; without that clock the shortest time."""
 _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
 OWN_MARGIN: Final = 16 * MIB
@@ -74,6 +78,7 @@ class _Cell:
         most: bytes in use up to which it is not, whatever the margin; ``again``: from which who was is so again.
         raised: interrupts that there were before.
         ours: works of oomdoctor's own that are under way in it: they are refused what would end the kernel.
+        margin: bytes that they leave free, 0 before the first.
         apart: calls in it that are without the limit.
         ceiling: bytes that it may take beyond the resident ``start``, where this system cannot refuse.
     """
@@ -85,6 +90,7 @@ class _Cell:
     again: int = 0
     raised: int = 0
     ours: int = 0
+    margin: int = 0
     apart: int = 0
     ceiling: int | None = None
     start: int = 0
@@ -108,7 +114,8 @@ class Watch:
         self._cell: _Cell | None = None
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._ends, self.looks, self._worked_s = False, 0, 0.0
+        self._clock = getattr(ctypes.CDLL(None), "clock_nanosleep", None) if sys.platform == "linux" else None
+        self._ends, self.looks, self._sleeps = False, 0, False
         self._is_short: tuple[float, bool] = (-FAR_S, False)
         self._asked_in: Path | None = None
 
@@ -125,7 +132,7 @@ class Watch:
         """Put everything back."""
         self.lift()
         self._ends = True
-        self._wake.set()
+        self._awake()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=1.0)
         self.interrupt.remove()
@@ -233,20 +240,27 @@ class Watch:
             self.interrupt.begin_anew()
             self._cell = cell
             self._keep(cell, reading, begins=True)
-        self._wake.set()
+        self._awake()
 
     def _keep(self, cell: _Cell, reading: Reading | None, *, begins: bool = False) -> None:
-        if cell.refusal is not None and "jittor" in sys.modules:  # the cell has imported it
+        if cell.refusal is None or "jittor" in sys.modules:  # the cell has imported it
             cell.refusal = None
-        if cell.refusal is None:
             data_limit.lift()
-        if cell.refusal is None or cell.apart:
+            return
+        if cell.apart:
             return
         free, margin = None, 0
         if cell.is_watched and reading is not None:
             free, margin = reading.free, reading.margin(self.terms().margin)
-        margin = min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE) if cell.ours else margin
+        if cell.ours:  # it stays what it is when the work begins: a share of what is left would leave less each time
+            margin = cell.margin = cell.margin or min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE)
         (cell.refusal.begin if begins else cell.refusal.keep)(free, margin, has_ceiling=not cell.ours)
+
+    def _renew(self, cell: _Cell, *, begins: bool = False) -> None:
+        """Set the limit by what is free now; where there is no room to ask, the next look does."""
+        with suppress(MemoryError, OSError, ValueError):
+            if self._cell is cell:
+                self._keep(cell, self.gauge.read() if cell.is_watched else None, begins=begins)
 
     def raised(self) -> None:
         """Let go of the cell, which has raised: what answers it has all the room that there really is.
@@ -254,23 +268,23 @@ class Watch:
         It is refused what would have the kernel end the process: then its look fails, and the message is what is left.
         So are the threads that the cell has left.
         """
-        cell = self._cell
-        if cell is not None and cell.source is not None and not cell.ours:
-            self._work(cell)
+        if self._cell is not None and self.source is not None:
+            self._work(self._cell)
 
     def end_cell(self) -> None:
         """Let go of the cell, which has ended; an answer to it goes on."""
-        cell = self._cell
-        if cell is not None and cell.source is not None and not cell.ours:
-            cell.ours = 1
+        if self._cell is not None and self.source is not None:
+            self._cell.ours = 1
 
     def _work(self, cell: _Cell) -> None:
         self.interrupt.cancel()
-        if cell.refusal is not None and not cell.ours:
-            cell.refusal.note()
         with self._lock:
             cell.ours += 1
-            self._keep(cell, self.gauge.read() if cell.is_watched else None, begins=True)
+            if cell.ours == 1:
+                cell.margin = 0
+                if cell.refusal is not None:
+                    cell.refusal.note()
+                self._renew(cell, begins=True)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -285,16 +299,10 @@ class Watch:
         finally:
             with self._lock:
                 cell.ours -= 1
-                if self._cell is cell:
-                    self._keep(cell, self.gauge.read() if cell.is_watched else None)
-            self._wake.set()
+                self._renew(cell)
 
     def settle(self, *, has_others: bool = False) -> None:
-        """Forget the last cell, whose failure was answered, and guard what runs until the next one.
-
-        Args:
-            has_others: whether another cell awaits meanwhile.
-        """
+        """Forget the last cell, whose failure was answered, and guard what runs until the next, or one that awaits."""
         data_limit.forget()
         if self.record is not None and not has_others:
             self.record.end()
@@ -336,8 +344,7 @@ class Watch:
                 with self._lock:
                     unlimited.close()
                     cell.apart -= 1
-                    if self._cell is cell:
-                        self._keep(cell, self.gauge.read() if cell.is_watched else None)
+                    self._renew(cell)
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -371,9 +378,24 @@ class Watch:
         is_running = cell.source is not None and not cell.ours
         self._note(cell, reading, line_of_cell(threading.main_thread().ident, self._globals) if is_running else None)
         pause_s = self._interrupt(cell, reading)
-        worked_s, self._worked_s = self._worked_s, time.process_time()
-        is_idle = cell.source is None and self._worked_s - worked_s < _AT_WORK_S
-        return max(pause_s, _IDLE_S) if is_idle else pause_s
+        return pause_s if cell.source is not None else self._sleep(pause_s)
+
+    def _sleep(self, cpu_s: float) -> float:
+        """Sleep until the process has taken so much CPU time, or something begins; return the seconds still to wait."""
+        if self._clock is None or self.interrupt.signal is None:
+            return max(cpu_s, _IDLE_S)
+        until = (ctypes.c_long * 2)(0, int(min(cpu_s, _IDLE_S) * 1e9))
+        self._sleeps = True
+        if not self._wake.is_set():
+            self._clock(_CPU_CLOCK, 0, until, None)
+        self._sleeps = False
+        return 0.0
+
+    def _awake(self) -> None:
+        """Have the thread look now. A signal ends its sleep."""
+        self._wake.set()
+        if self._sleeps and self._thread is not None:
+            signal.pthread_kill(self._thread.ident or 0, self.interrupt.signal or 0)
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
         """Interrupt what fills memory where that has to be; return the seconds until the next look."""
@@ -417,7 +439,7 @@ class Watch:
         """Leave a forked copy unguarded; return whether a cell was guarded, so that the kernel is to take it first."""
         was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.ours
         self._cell, self.record, self._thread = None, None, None
-        self._lock, self._wake = threading.RLock(), threading.Event()
+        self._lock, self._wake, self._sleeps = threading.RLock(), threading.Event(), False
         self.interrupt.cancel()
         data_limit.lift_in_copy()
         return was_guarded

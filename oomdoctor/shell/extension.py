@@ -84,6 +84,7 @@ def _has_write(path: Path, _changed_ns: int) -> bool:
     return _PAST_AUTOGRAD.search(path.read_text(encoding="utf-8")) is not None
 
 
+_INTERRUPTED: Final = "oomdoctor: interrupted: the failure was not diagnosed"
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 
@@ -174,7 +175,7 @@ class Extension:
                 return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
             finally:
                 if run is None and not self.in_flight:
-                    self.guard.settle()
+                    self.borders.guarded("guard", self.guard.settle)
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -183,7 +184,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
-            self.guard.settle(has_others=self.in_flight > 0)
+            self.borders.guarded("guard", lambda: self.guard.settle(has_others=self.in_flight > 0))
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -249,10 +250,12 @@ class Extension:
             try:
                 self.tracebacks.heed()
                 await answer(self, failure, result, cell)
-            except BaseException:  # an interrupt: the failure is the user's to see all the same
+            except BaseException as exc:  # the failure is the user's to see all the same
                 self.tracebacks.send_held()
                 self._withdraw(cell.shown)
-                raise
+                if not isinstance(exc, KeyboardInterrupt):
+                    raise
+                print(say(_INTERRUPTED), file=sys.stderr)  # the cell has failed already, and ends here
             if (late := self.borders.take_signalled()) is not None:
                 self._show_traceback(late)
                 self._outside(late, "it came while another failure was looked at", raw_cell)
@@ -435,8 +438,11 @@ class Extension:
         return result
 
     def _outside(self, exc: BaseException, why: str, source: str = "") -> None:
-        if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
-            answer_outside(self, exc, why, source)
+        try:
+            if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
+                answer_outside(self, exc, why, source)
+        except KeyboardInterrupt:
+            print(say(_INTERRUPTED), file=sys.stderr)
 
     # What is shown --------------------------------------------------------------------------------------------
 
