@@ -43,7 +43,8 @@ _IDLE_S: Final = 0.1
 _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
 OWN_MARGIN: Final = 16 * MIB
-"""What oomdoctor leaves free at its own work: shares of copies that are written to are no mapping of theirs."""
+"""What oomdoctor leaves free at its own work: shares of copies that are written to are no mapping of theirs. What runs
+between cells leaves as much: the kernel itself works there, and a small request that is refused may end it."""
 _AHEAD: Final = 32 * MIB
 """How much earlier than it would be refused a cell is interrupted: one that grows by small objects must never be
 refused the last of them. CPython 3.11 then goes in circles: to enter a handler of an exception takes an ``int``, and
@@ -78,7 +79,7 @@ class _Cell:
         most: bytes in use up to which it is not, whatever the margin; ``again``: from which who was is so again.
         raised: interrupts that there were before.
         ours: works of oomdoctor's own that are under way in it: they are refused what would end the kernel.
-        margin: bytes that they leave free, 0 before the first.
+        margin: bytes that they leave free, and what runs when no cell does, 0 before the first.
         apart: calls in it that are without the limit.
         ceiling: bytes that it may take beyond the resident ``start``, where this system cannot refuse.
     """
@@ -252,7 +253,7 @@ class Watch:
         free, margin = None, 0
         if cell.is_watched and reading is not None:
             free, margin = reading.free, reading.margin(self.terms().margin)
-        if cell.ours:  # it stays what it is when the work begins: a share of what is left would leave less each time
+        if cell.ours or cell.source is None:  # it stays what it was at first: a share of the rest would leave ever less
             margin = cell.margin = cell.margin or min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE)
         (cell.refusal.begin if begins else cell.refusal.keep)(free, margin, has_ceiling=not cell.ours)
 
