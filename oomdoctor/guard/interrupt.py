@@ -80,12 +80,8 @@ class Interrupt:
                 signal.signal(self.signal, signal.SIG_DFL)
             self.signal = None
 
-    def cancel(self) -> None:
-        """Raise nothing in the main thread of what was asked for so far."""
-        self._pending = None
-
     def begin_anew(self) -> None:
-        """Have those raise again that have raised, or are about to."""
+        """Raise nothing in the main thread of what was asked for so far, and again in what has raised."""
         self._pending = None
         self._told.clear()
         self._faults.clear()
@@ -93,7 +89,8 @@ class Interrupt:
     def send(self, reading: Reading) -> None:
         """Have the threads raise that fill memory, or else the main thread, each once; from another thread."""
         main = threading.main_thread()
-        found = [one for one in threading.enumerate() if one.ident not in self._told and self._may_raise_in(one)]
+        frames = sys._current_frames()
+        found = [one for one in threading.enumerate() if one.ident not in self._told and self._may_raise(one, frames)]
         chosen = [] if found == [main] else self._touching(found)
         if not chosen and main in found and not self._told:
             chosen = [main]
@@ -101,7 +98,7 @@ class Interrupt:
             if thread is main and self.signal is not None:
                 self._pending = self._pending or _pressure(reading)
                 signal.pthread_kill(main.ident or 0, self.signal)
-            elif self._may_raise_in(thread):  # nothing runs between this look and the request
+            elif self._may_raise(thread, sys._current_frames()):  # nothing runs between this look and the request
                 self.raised += 1
                 self._told.add(thread.ident)
                 kind = ctypes.py_object(_kind(_pressure(reading)))
@@ -115,9 +112,8 @@ class Interrupt:
         before, self._faults = self._faults, {one.native_id: _faults_of(one.native_id) for one in threads}
         return [one for one in threads if self._faults[one.native_id] > before.get(one.native_id, 0)]
 
-    def _may_raise_in(self, thread: threading.Thread) -> bool:
-        frame = sys._current_frames().get(thread.ident or 0)
-        return frame is not None and may_raise(frame, self._globals)
+    def _may_raise(self, thread: threading.Thread, frames: dict[int, FrameType]) -> bool:
+        return (frame := frames.get(thread.ident or 0)) is not None and may_raise(frame, self._globals)
 
     def _handle(self) -> Any:
         """Return the handler: a function of C, so that the user's traceback ends in a frame of theirs.
@@ -174,9 +170,10 @@ def may_raise(frame: FrameType, globals_: dict[str, Any]) -> bool:
         code = at.f_code
         if code.co_filename.endswith(_RUNS_USERS.get(code.co_name, "\0")):
             return at is not frame
-        if _is_apart(code.co_filename, code.co_name) or (not is_users and _sends(code.co_filename)):
+        file = code.co_filename
+        if _is_apart(file, code.co_name) or (not is_users and any(part in file for part in _SENDS)):
             return False
-        is_users = is_users or at.f_globals is globals_ or _is_users(code.co_filename)
+        is_users = is_users or at.f_globals is globals_ or (is_users_file(file) and not file.startswith("<"))
         at = at.f_back
     return is_users
 
@@ -185,14 +182,6 @@ def _is_apart(filename: str, name: str) -> bool:
     if filename.startswith(_PACKAGE):
         return not filename.startswith(_IN_THE_PROGRAM)
     return name == "__del__" or filename.startswith(_IMPORTS)
-
-
-def _sends(filename: str) -> bool:
-    return any(part in filename for part in _SENDS)
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith("<") and is_users_file(filename)
 
 
 def _free_signal() -> int | None:

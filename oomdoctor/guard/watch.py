@@ -253,8 +253,8 @@ class Watch:
         free, margin = None, 0
         if cell.is_watched and reading is not None:
             free, margin = reading.free, reading.margin(self.terms().margin)
-        if cell.ours or cell.source is None:  # it stays what it was at first: a share of the rest would leave ever less
-            margin = cell.margin = cell.margin or min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE)
+        if cell.ours or cell.source is None:  # never less than before: a share of the rest would leave ever less
+            margin = cell.margin = max(cell.margin, min(OWN_MARGIN, (free or 0) // LEAST_SHARE))
         (cell.refusal.begin if begins else cell.refusal.keep)(free, margin, has_ceiling=not cell.ours)
 
     def _renew(self, cell: _Cell, *, begins: bool = False) -> None:
@@ -278,11 +278,9 @@ class Watch:
             self._cell.ours = 1
 
     def _work(self, cell: _Cell) -> None:
-        self.interrupt.cancel()
         with self._lock:
             cell.ours += 1
             if cell.ours == 1:
-                cell.margin = 0
                 if cell.refusal is not None:
                     cell.refusal.note()
                 self._renew(cell, begins=True)
@@ -320,7 +318,7 @@ class Watch:
     def lift(self) -> None:
         """Put the user's own limit back, and look no more."""
         cell, self._cell = self._cell, None
-        self.interrupt.cancel()
+        self.interrupt.begin_anew()
         data_limit.lift()
         if cell is not None:
             with self._lock:  # the thread may be about to set it
@@ -441,7 +439,7 @@ class Watch:
         was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.ours
         self._cell, self.record, self._thread = None, None, None
         self._lock, self._wake, self._sleeps = threading.RLock(), threading.Event(), False
-        self.interrupt.cancel()
+        self.interrupt.begin_anew()
         data_limit.lift_in_copy()
         return was_guarded
 

@@ -168,7 +168,7 @@ def test_a_thread_that_touches_memory_is_interrupted_and_one_that_waits_is_not(i
 def test_it_never_raises_outside_of_a_cell(interrupt: Interrupt) -> None:
     threading.Timer(0.01, interrupt.send, [FULL]).start()
     time.sleep(0.1)
-    interrupt.cancel()
+    interrupt.begin_anew()
     assert interrupt.raised == 0
 
 
