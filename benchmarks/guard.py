@@ -289,12 +289,13 @@ def cache(**_: Any) -> Iterator[str]:
 _PER_CELL: Final = """\
 import time
 watch = get_ipython()._oomdoctor_extension.guard
-watch.lift()
+watch.end_cell()
 took = []
 for at in range(2000):
     began = time.perf_counter()
     watch.arm(at, "x = 1", None)
-    watch.lift()
+    watch.end_cell()
+    watch.settle()
     took.append(time.perf_counter() - began)
 print(sorted(took)[1000] * 1e6)
 """
@@ -334,11 +335,17 @@ def cost(**_: Any) -> Iterator[str]:
             answered(kernel, f"%oomdoctor guard {'on' if at % 2 else 'off'}")
             steps[bool(at % 2)].append(_number(answered(kernel, _STEPS)))
         wait = _number(answered(kernel, _IDLE))
-        before = _cpu(kernel)
-        time.sleep(20)
-        idle = 100 * (_cpu(kernel) - before) / 20
+        idle = _idle(kernel)
+        answered(kernel, "%oomdoctor guard off")
+        bare_idle = _idle(kernel)
+        answered(kernel, "%oomdoctor guard on")
         cell = _number(answered(kernel, _PER_CELL))
-    yield f"CPU between cells: {idle:.3f} %, of which the guard's thread has none: it waits without a timeout"
+    with kernel_in(SMALL) as (kernel, _folder):
+        answered(kernel, "%load_ext oomdoctor")
+        answered(kernel, _PIECES.format(size=16))
+        full = _idle(kernel)
+    yield f"CPU between cells: {idle:.3f} %, without the guard {bare_idle:.3f} %"
+    yield f"CPU between cells, after a cell that has filled the memory: {full:.3f} %"
     yield f"CPU of a cell that waits, far from the limit: {wait:.3f} %, without the guard {bare_wait:.3f} %"
     yield f"each cell: {cell:.0f} us"
     off, on = min(steps[False]), min(steps[True])
@@ -350,11 +357,19 @@ def _number(reply: Reply | None) -> float:
     return float("nan") if reply is None or reply.status != "ok" else float(reply.stdout.split()[-1])
 
 
+def _idle(kernel: Kernel) -> float:
+    """Return the share of a CPU that a kernel takes while nothing runs, in percent."""
+    time.sleep(2)
+    before = _cpu(kernel)
+    time.sleep(20)
+    return 100 * (_cpu(kernel) - before) / 20
+
+
 def _cpu(kernel: Kernel) -> float:
-    """Return the seconds of CPU that a kernel has taken."""
+    """Return the seconds of CPU that the threads of a kernel have taken, to the nanosecond."""
     process: Any = kernel._process
-    words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    threads = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in threads) / 1e9
 
 
 _ENDS: Final[dict[str, tuple[str, bool]]] = {

@@ -170,6 +170,13 @@ class Gauge:
         columns = self._process.read().split()
         return int(columns[5]) * _PAGE, (int(columns[1]) - int(columns[2])) * _PAGE
 
+    def threads(self) -> int:
+        """Return how many threads this process has, 0 where the system does not tell."""
+        try:
+            return (self._root / "proc/self/task").stat().st_nlink - 2  # a folder has two links, and one by each in it
+        except OSError:
+            return 0
+
     def kills(self) -> int | None:
         """Return how often the kernel has killed a process of this group, of the machine where there is no group."""
         return None if self._kills is None else _value(self._kills.read(), b"oom_kill ")

@@ -1,7 +1,12 @@
-"""Watches over the cells of one shell: sets the limit when one begins, looks while it runs, lifts it at its end.
+"""Watches over the cells of one shell: sets the limit when one begins, and looks while it runs.
 
-One thread of ours looks, and only while a cell of the user's runs. It looks the oftener the less is left: each second
-far from the limit, each 10 ms near it, as fast as memory could be filled in between.
+What a cell has left behind may run when no cell does: tasks, threads, and callbacks after a cell. So the limit stands
+between cells as well. While oomdoctor itself works, beside threads of the user's, all but the last of what is really
+free is its own.
+
+One thread of ours looks. It looks the oftener the less is left: each second far from the limit, each 10 ms near it, as
+fast as memory could be filled in between. Between cells these are seconds of the process's CPU time, so that nothing is
+looked at while nothing runs.
 
 Copies that the user's program forks begin without the limit and without the thread, and are the first that the kernel
 ends: its workers are to go before the notebook.
@@ -9,6 +14,8 @@ ends: its workers are to go before the notebook.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import threading
 import time
@@ -29,10 +36,15 @@ from oomdoctor.sandbox import data_limit, reserve
 
 FAR_S: Final = 1.0
 NEAR_S: Final = 0.01
+_CPU_CLOCK: Final = 2
+"""``CLOCK_PROCESS_CPUTIME_ID``. Source: include/uapi/linux/time.h."""
+_IDLE_S: Final = 0.1
+"""The longest time of the CPU between two looks where no cell runs; without that clock the shortest time."""
 _FASTEST: Final = 4 * GIB
 """Bytes that a program may touch in a second."""
 OWN_MARGIN: Final = 16 * MIB
-"""What the answer to a failure leaves free: shares of copies that are written to are no mapping of theirs."""
+"""What oomdoctor leaves free at its own work: shares of copies that are written to are no mapping of theirs. What runs
+between cells leaves as much: the kernel itself works there, and a small request that is refused may end it."""
 _AHEAD: Final = 32 * MIB
 """How much earlier than it would be refused a cell is interrupted: one that grows by small objects must never be
 refused the last of them. CPython 3.11 then goes in circles: to enter a handler of an exception takes an ``int``, and
@@ -58,25 +70,29 @@ class Terms:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Cell:
-    """A cell that is running.
+    """A cell that is running, or what runs until the next one.
 
     Attributes:
+        source: its text, None where no cell runs.
         refusal: the limit that is kept for it; None where there is none.
         is_watched: whether it is interrupted where the memory is full.
-        most: bytes in use up to which it is not, whatever the margin; ``raised``: interrupts that there were before.
-        is_ours: whether it has raised, and what runs is the answer to it: it is refused what would end the kernel.
+        most: bytes in use up to which it is not, whatever the margin; ``again``: from which who was is so again.
+        raised: interrupts that there were before.
+        ours: works of oomdoctor's own that are under way in it: they are refused what would end the kernel.
+        margin: bytes that they leave free, and what runs when no cell does, 0 before the first.
         apart: calls in it that are without the limit.
         ceiling: bytes that it may take beyond the resident ``start``, where this system cannot refuse.
     """
 
-    source: str
+    source: str | None
     refusal: Refusal | None
     is_watched: bool
     most: int = 0
+    again: int = 0
     raised: int = 0
-    paused: int = 0
+    ours: int = 0
+    margin: int = 0
     apart: int = 0
-    is_ours: bool = False
     ceiling: int | None = None
     start: int = 0
 
@@ -94,12 +110,13 @@ class Watch:
 
     def __init__(self, terms: Callable[[], Terms], globals_: dict[str, Any]) -> None:
         self.terms, self._globals = terms, globals_
-        self.gauge, self.interrupt = Gauge(), Interrupt()
+        self.gauge, self.interrupt = Gauge(), Interrupt(globals_)
         self.record: Record | None = None
         self._cell: _Cell | None = None
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._ends, self.looks = False, 0
+        self._clock = getattr(ctypes.CDLL(None), "clock_nanosleep", None) if sys.platform == "linux" else None
+        self._ends, self.looks, self._sleeps = False, 0, False
         self._is_short: tuple[float, bool] = (-FAR_S, False)
         self._asked_in: Path | None = None
 
@@ -116,7 +133,7 @@ class Watch:
         """Put everything back."""
         self.lift()
         self._ends = True
-        self._wake.set()
+        self._awake()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=1.0)
         self.interrupt.remove()
@@ -132,7 +149,7 @@ class Watch:
     def source(self) -> str | None:
         """The text of the cell that is guarded now."""
         cell = self._cell
-        return None if cell is None or cell.is_ours else cell.source
+        return None if cell is None or cell.ours else cell.source
 
     # What is told ---------------------------------------------------------------------------------------------
 
@@ -191,92 +208,117 @@ class Watch:
     # Around each cell -----------------------------------------------------------------------------------------
 
     def arm(self, number: int, source: str, ceiling: int | None = None) -> bool:
-        """Guard the cell that begins, until ``lift``; return whether it is: beside another one it is not.
+        """Guard the cell that begins, until ``end_cell``; return whether it is: beside another one it is not.
 
         Args:
             ceiling: bytes that it may map at most, None for no limit of its own.
         """
-        if self._cell is not None and not self._cell.is_ours:  # it awaits meanwhile: its limit holds for both
+        if self.source is not None:  # it awaits meanwhile: its limit holds for both
             return False
         data_limit.ceiling = None
         self.gauge.refresh()
         is_on = self.is_on()
         reading = self.gauge.read() if is_on or self.record is not None else None
-        cell = _Cell(source=source, refusal=None, is_watched=is_on, raised=self.interrupt.raised)
-        if reading is not None:
-            cell.most = reading.used + max(min(LEAST // 2, reading.free // (2 * LEAST_SHARE)), 0)
+        cell = _Cell(source=source, refusal=None, is_watched=is_on)
         if self.refuses and (is_on or ceiling is not None):
             cell.refusal = Refusal(self.gauge, ceiling)
-            self._keep(cell, reading if is_on else None, begins=True)
         elif ceiling is not None:
             cell.ceiling, cell.start = ceiling, resident()
         if self.record is not None:
             self.record.begin(number, source)
             self._note(cell, reading, None)
         exemptions.install_late()
-        self.interrupt.cancel()
-        self._cell = cell
-        self._begin_thread()
-        self._wake.set()
+        self._begin(cell, reading)
         return True
 
+    def _begin(self, cell: _Cell, reading: Reading | None) -> None:
+        """Guard a cell, or what follows it, from now on."""
+        if reading is not None:
+            cell.most = reading.used + max(min(LEAST // 2, reading.free // (2 * LEAST_SHARE)), 0)
+        cell.raised = self.interrupt.raised
+        self._begin_thread()
+        with self._lock:
+            self.interrupt.begin_anew()
+            self._cell = cell
+            self._keep(cell, reading, begins=True)
+        self._awake()
+
     def _keep(self, cell: _Cell, reading: Reading | None, *, begins: bool = False) -> None:
-        if cell.refusal is not None and "jittor" in sys.modules:  # the cell has imported it
+        if cell.refusal is None or "jittor" in sys.modules:  # the cell has imported it
             cell.refusal = None
             data_limit.lift()
-        if cell.refusal is None or cell.apart:
             return
-        free, margin = (None, 0) if reading is None else (reading.free, reading.margin(self.terms().margin))
-        margin = min(OWN_MARGIN, max(free or 0, 0) // LEAST_SHARE) if cell.is_ours else margin
-        (cell.refusal.begin if begins else cell.refusal.keep)(free, margin)
+        if cell.apart:
+            return
+        free, margin = None, 0
+        if cell.is_watched and reading is not None:
+            free, margin = reading.free, reading.margin(self.terms().margin)
+        if cell.ours or cell.source is None:  # never less than before: a share of the rest would leave ever less
+            margin = cell.margin = max(cell.margin, min(OWN_MARGIN, (free or 0) // LEAST_SHARE))
+        (cell.refusal.begin if begins else cell.refusal.keep)(free, margin, has_ceiling=not cell.ours)
+
+    def _renew(self, cell: _Cell, *, begins: bool = False) -> None:
+        """Set the limit by what is free now; where there is no room to ask, the next look does."""
+        with suppress(MemoryError, OSError, ValueError):
+            if self._cell is cell:
+                self._keep(cell, self.gauge.read() if cell.is_watched else None, begins=begins)
 
     def raised(self) -> None:
         """Let go of the cell, which has raised: what answers it has all the room that there really is.
 
         It is refused what would have the kernel end the process: then its look fails, and the message is what is left.
+        So are the threads that the cell has left.
         """
-        cell = self._cell
-        if cell is None or cell.is_ours:
-            return
-        if cell.refusal is not None:
-            cell.refusal.note()
-        self.lift()
-        if cell.is_watched and cell.refusal is not None:
-            self._begin_answer(cell.source)
-
-    def _begin_answer(self, source: str) -> None:
-        if (reading := self.gauge.read()) is not None:
-            answer = _Cell(source=source, refusal=Refusal(self.gauge, None), is_watched=True, is_ours=True)
-            self._keep(answer, reading, begins=True)
-            self._cell = answer
-            self._wake.set()
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answer in the body what has failed in no cell that is guarded now, as ``raised`` has it."""
-        if self._cell is not None or not self.refuses or not self.is_on():
-            yield
-            return
-        self._begin_answer("")
-        try:
-            yield
-        finally:
-            self.settle()
-
-    def settle(self) -> None:
-        """Forget the last cell: its failure was answered."""
-        self.lift()
-        data_limit.forget()
+        if self._cell is not None and self.source is not None:
+            self._work(self._cell)
 
     def end_cell(self) -> None:
         """Let go of the cell, which has ended; an answer to it goes on."""
-        if self._cell is not None and not self._cell.is_ours:
+        if self._cell is not None and self.source is not None:
+            self._cell.ours = 1
+
+    def _work(self, cell: _Cell) -> None:
+        with self._lock:
+            cell.ours += 1
+            if cell.ours == 1:
+                if cell.refusal is not None:
+                    cell.refusal.note()
+                self._renew(cell, begins=True)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Run a body of oomdoctor's own with the room that there really is; what was guarded is guarded afterwards."""
+        cell = self._cell
+        if cell is None:
+            yield
+            return
+        self._work(cell)
+        try:
+            yield
+        finally:
+            with self._lock:
+                cell.ours -= 1
+                self._renew(cell)
+
+    def settle(self, *, has_others: bool = False) -> None:
+        """Forget the last cell, whose failure was answered, and guard what runs until the next, or one that awaits."""
+        data_limit.forget()
+        if self.record is not None and not has_others:
+            self.record.end()
+        if not self.is_on():
             self.lift()
+            return
+        before = self._cell
+        refusal = None if before is None else before.refusal
+        if refusal is None or refusal.has_ceiling:
+            refusal = Refusal(self.gauge, None) if self.refuses else None
+        source = before.source if before is not None and has_others else None
+        self._begin(_Cell(source=source, refusal=refusal, is_watched=True), self.gauge.read())
 
     def lift(self) -> None:
         """Put the user's own limit back, and look no more."""
         cell, self._cell = self._cell, None
-        self.interrupt.cancel()
+        self.interrupt.begin_anew()
         data_limit.lift()
         if cell is not None:
             with self._lock:  # the thread may be about to set it
@@ -285,25 +327,8 @@ class Watch:
                 self.record.end()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run the body without limit and interrupts, while the cell goes on afterwards."""
-        cell = self._cell
-        if cell is None or cell.is_ours:
-            yield
-            return
-        with self._lock:
-            cell.paused += 1
-            data_limit.lift()
-        try:
-            yield
-        finally:
-            with self._lock:
-                cell.paused -= 1
-            self._wake.set()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Run the body, which maps a file or starts a program, without the limit; it may outlive the cell."""
+    def apart(self, is_file: bool) -> Iterator[None]:
+        """Run the body, which maps a file or starts something, without the limit; it may outlive the cell."""
         cell = self._cell
         if cell is None or cell.refusal is None:
             yield
@@ -311,15 +336,14 @@ class Watch:
         with ExitStack() as unlimited:
             with self._lock:
                 cell.apart += 1
-                unlimited.enter_context(cell.refusal.apart())
+                unlimited.enter_context(cell.refusal.apart(is_file))
             try:
                 yield
             finally:
                 with self._lock:
                     unlimited.close()
                     cell.apart -= 1
-                    if self._cell is cell:
-                        self._keep(cell, self.gauge.read() if cell.is_watched else None)
+                    self._renew(cell)
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -347,31 +371,51 @@ class Watch:
         reading = self.gauge.read()
         self.looks += 1
         with self._lock:
-            if self._cell is not cell or cell.paused:
+            if self._cell is not cell:
                 return FAR_S
-            self._keep(cell, reading if cell.is_watched else None)
-        line = None if cell.is_ours else line_of_cell(threading.main_thread().ident, self._globals)
-        self._note(cell, reading, line)
-        if cell.is_ours:
-            return NEAR_S if reading is None else _pause_s(reading.free - OWN_MARGIN)
-        return self._interrupt(cell, reading)
+            self._keep(cell, reading)
+        is_running = cell.source is not None and not cell.ours
+        self._note(cell, reading, line_of_cell(threading.main_thread().ident, self._globals) if is_running else None)
+        pause_s = self._interrupt(cell, reading)
+        return pause_s if cell.source is not None else self._sleep(pause_s)
+
+    def _sleep(self, cpu_s: float) -> float:
+        """Sleep until the process has taken so much CPU time, or something begins; return the seconds still to wait."""
+        if self._clock is None or self.interrupt.signal is None:
+            return max(cpu_s, _IDLE_S)
+        until = (ctypes.c_long * 2)(0, int(min(cpu_s, _IDLE_S) * 1e9))
+        self._sleeps = True
+        if not self._wake.is_set():
+            self._clock(_CPU_CLOCK, 0, until, None)
+        self._sleeps = False
+        return 0.0
+
+    def _awake(self) -> None:
+        """Have the thread look now. A signal ends its sleep."""
+        self._wake.set()
+        if self._sleeps and self._thread is not None:
+            signal.pthread_kill(self._thread.ident or 0, self.interrupt.signal or 0)
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
-        """Interrupt the cell where it has to be; return the seconds until the next look."""
+        """Interrupt what fills memory where that has to be; return the seconds until the next look."""
+        used = 0 if reading is None else reading.used
         if self.interrupt.raised != cell.raised:  # it goes on: it has caught the error, or cleans up
-            cell.raised, cell.start = self.interrupt.raised, cell.start + _AGAIN
-            cell.most = (reading.used if reading is not None else 0) + _AGAIN
-        if cell.ceiling is not None and (grown := resident() - cell.start) > cell.ceiling:
+            cell.raised, cell.start, cell.again = self.interrupt.raised, cell.start + _AGAIN, used + _AGAIN
+        if cell.ceiling is not None and not cell.ours and (grown := resident() - cell.start) > cell.ceiling:
             name = ceiling_name(cell.ceiling)
+            self.interrupt.begin_anew()
             self.interrupt.send(Reading(limit=cell.ceiling, used=grown, usage=grown, swap=0, name=name))
             return NEAR_S
         if reading is None or not (cell.is_watched or self.record):
             return FAR_S if cell.ceiling is None else NEAR_S
         left = reading.free - reading.margin(self.terms().margin) - _AHEAD
-        if cell.is_watched and left < 0 and reading.used > cell.most:
+        if cell.is_watched and left < 0 and used > cell.most:
+            if used > cell.again > 0:
+                self.interrupt.begin_anew()
+                cell.again = used + _AGAIN
             self.interrupt.send(reading)
             return NEAR_S
-        self.interrupt.cancel()
+        self.interrupt.begin_anew()
         return NEAR_S if cell.ceiling is not None else _pause_s(left)
 
     def _note(self, cell: _Cell, reading: Reading | None, line: int | None) -> None:
@@ -392,10 +436,10 @@ class Watch:
 
     def be_a_copy(self) -> bool:
         """Leave a forked copy unguarded; return whether a cell was guarded, so that the kernel is to take it first."""
-        was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.is_ours
+        was_guarded = self._cell is not None and self._cell.is_watched and not self._cell.ours
         self._cell, self.record, self._thread = None, None, None
-        self._lock, self._wake = threading.RLock(), threading.Event()
-        self.interrupt.cancel()
+        self._lock, self._wake, self._sleeps = threading.RLock(), threading.Event(), False
+        self.interrupt.begin_anew()
         data_limit.lift_in_copy()
         return was_guarded
 

@@ -2,6 +2,8 @@
 
 ``RLIMIT_DATA`` counts private writable memory that is mapped. Its soft value may be lowered and raised again up to the
 hard one without any right. What is told of limits elsewhere is what the user has set; ours is never told as theirs.
+Ours is known by the bytes within its last page, which the kernel does not look at: also where a program has read it,
+and sets it again later.
 
 Limits: Linux alone has a kernel that compares it with mappings (since 4.7). A program that is started while ours is in
 force begins with it.
@@ -12,7 +14,6 @@ Source: getrlimit(2), ``may_expand_vm`` in mm/mmap.c.
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -21,15 +22,18 @@ from typing import Any, Final, NamedTuple
 resource: Any
 if sys.platform == "linux":
     import resource
+    from resource import getrlimit as getrlimit  # whatever the guard tells the program by these names
+    from resource import setrlimit
 else:  # pragma: no cover
     resource = None
 
 NAME: Final = "RLIMIT_DATA"
+_MARK: Final = 0xD0C
 _lock = threading.Lock()
 _users: tuple[int, int] | None = None
-"""Soft and hard value that are the user's, while ours is in force; the very pair that puts them back."""
+"""Soft and hard value that were the user's when ours was set last; the very pair that puts them back."""
 _ours = -1
-_owner = 0
+"""What is in force of ours, below zero for nothing."""
 
 
 def untold() -> int | None:
@@ -63,11 +67,16 @@ ceiling: Ceiling | None = None
 
 
 def users() -> tuple[int, int] | None:
-    """Return the user's own soft and hard value in bytes, ``RLIM_INFINITY`` for none; None on other systems."""
+    """Return the user's own soft and hard value in bytes, ``RLIM_INFINITY`` for none; None on other systems.
+
+    Where ours was inherited, and theirs is not known, the hard value is taken for both.
+    """
     if resource is None:
         return None
-    now = resource.getrlimit(resource.RLIMIT_DATA)
-    return _users if _users is not None and now[0] == _ours and _owner == os.getpid() else now
+    soft_now, hard = now = getrlimit(resource.RLIMIT_DATA)
+    if soft_now % mmap.PAGESIZE != _MARK:
+        return now
+    return _users if _users is not None and _users[1] == hard else (hard, hard)
 
 
 def soft() -> int | None:
@@ -81,17 +90,17 @@ def put(soft_bytes: int) -> bool:
 
     A program that sets its own meanwhile has the last word: its value is taken for the user's from then on.
     """
-    global _users, _ours, _owner
+    global _users, _ours
     with _lock:
         own = users()
         if own is None:
             return False
-        soft_bytes = _whole_pages(soft_bytes)
+        soft_bytes = max(soft_bytes, 0) // mmap.PAGESIZE * mmap.PAGESIZE + _MARK
         if own[0] != resource.RLIM_INFINITY and own[0] <= soft_bytes:
             _put_back()
             return False
-        resource.setrlimit(resource.RLIMIT_DATA, (soft_bytes, own[1]))
-        _users, _ours, _owner = own, soft_bytes, os.getpid()
+        setrlimit(resource.RLIMIT_DATA, (soft_bytes, own[1]))
+        _users, _ours = own, soft_bytes
         return True
 
 
@@ -103,15 +112,20 @@ def lift() -> None:
 
 def lift_in_copy() -> None:
     """Put the user's own back in a forked copy, where another thread may have held the lock."""
-    global _owner, _lock
-    _owner, _lock = os.getpid(), threading.Lock()
+    global _lock
+    _lock = threading.Lock()
     _put_back()
+
+
+def is_in_force() -> bool:
+    """Return whether ours is in force."""
+    return _ours >= 0
 
 
 def note_room(data: int, not_filled: int) -> None:
     """Note what ours leaves beyond the ``data`` that are mapped, before it is lifted: what was refused was more."""
     global room, unfilled
-    room, unfilled = (max(_ours - data, 0), not_filled) if _users is not None else (None, 0)
+    room, unfilled = (max(_ours - data, 0), not_filled) if is_in_force() else (None, 0)
 
 
 def forget() -> None:
@@ -121,12 +135,8 @@ def forget() -> None:
 
 
 def _put_back() -> None:
-    global _users
-    if _users is not None and resource is not None:
-        if resource.getrlimit(resource.RLIMIT_DATA)[0] == _ours:
-            resource.setrlimit(resource.RLIMIT_DATA, _users)
-        _users = None
-
-
-def _whole_pages(size: int) -> int:
-    return max(size, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+    global _ours
+    own = users() if is_in_force() else None
+    if own is not None and own != getrlimit(resource.RLIMIT_DATA):
+        setrlimit(resource.RLIMIT_DATA, own)
+    _ours = -1

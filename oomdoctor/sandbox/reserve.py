@@ -158,7 +158,7 @@ def of_process() -> tuple[int, int] | None:
         return None
     import resource
 
-    data, space = data_limit.soft(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    data, space = data_limit.soft(), data_limit.getrlimit(resource.RLIMIT_AS)[0]
     if data is None and space == resource.RLIM_INFINITY:
         return None
     limits = [] if data is None else [(data, 5)]

@@ -17,17 +17,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 from oomdoctor.language import say
-from oomdoctor.objects.frames import is_of_signal
+from oomdoctor.objects.frames import chained, is_of_signal, steps_of, traceback_of
 from oomdoctor.sandbox import reserve
 from oomdoctor.sandbox.fork import signals_held_back
 
 T = TypeVar("T")
 
-_EACH_CELL: Final = frozenset({"loading", "reserve"})
+_EACH_CELL: Final = frozenset({"guard", "loading", "reserve"})
 """Stages beside each cell: what a full memory does to them is told once."""
 
 
@@ -144,6 +145,7 @@ class Run:
         return failure
 
 
+_WRAPPERS: Final = (__file__, str(Path(__file__).with_name("extension.py")))
 _MARK: Final = "__oomdoctor_told__"
 _is_left_alone: ContextVar[bool] = ContextVar("_is_left_alone", default=False)
 _current: ContextVar[Run | None] = ContextVar("_current", default=None)
@@ -207,6 +209,14 @@ def mark_told(exc: BaseException) -> None:
     """Note that a failure is diagnosed, nearer to where it arose than others will look at it."""
     for one in (exc, quietly(lambda: find_oom(exc))):
         getattr(one, "__dict__", {})[_MARK] = True
+
+
+def leave_out_wrappers(exc: BaseException) -> None:
+    """Take what stands around the user's shell out of a traceback: the shell's own failures pass through it."""
+    for link in chained(exc):
+        for step in steps_of(traceback_of(link)):
+            while step.tb_next is not None and step.tb_next.tb_frame.f_code.co_filename in _WRAPPERS:
+                step.tb_next = step.tb_next.tb_next
 
 
 class Wrapped:
@@ -284,6 +294,7 @@ class TracebackWatch:
         exc = (given or sys.exc_info())[1]
         given = None
         if isinstance(exc, BaseException):
+            leave_out_wrappers(exc)
             self._seen(exc)
             if is_of_code:
                 if self._holds(exc):

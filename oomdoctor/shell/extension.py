@@ -84,6 +84,7 @@ def _has_write(path: Path, _changed_ns: int) -> bool:
     return _PAST_AUTOGRAD.search(path.read_text(encoding="utf-8")) is not None
 
 
+_INTERRUPTED: Final = "oomdoctor: interrupted: the failure was not diagnosed"
 _LOOKING: Final = frozenset({"print", "len", "type", "repr", "str", "list", "dict", "sum", "sorted", "display"})
 """Functions that take no time and no memory beside the forecasts of a failure."""
 
@@ -112,14 +113,14 @@ class Extension:
         self.failed_cell: Cell | None = None
         self.filling: Filling | None = None
         self.guard = Watch(lambda: terms_of(self.config), shell.user_global_ns)
-        self.warming = Warming(shell, self.config, self.guard.is_on)
+        self.warming = Warming(shell, self.config, self.guard.is_on, self.guard.at_work)
         self.passed = ""
         self.changed: dict[int, str] = {}
         self.interrupted = False
         self.magics_before: dict[str, dict[str, Any]] = {}
         self._number = 0
         self.borders = Borders()
-        self.in_flight = 0
+        self.in_flight, self._answers = 0, threading.RLock()
         self.job: Job | None = None
         self.groups: Groups | None = None
         self.memreport, self.to_run = MemReport(shell), ""
@@ -173,8 +174,8 @@ class Extension:
             try:
                 return await self._run_within(run or Run(self), raw_cell, *args, **kwargs)
             finally:
-                if run is None:
-                    self.guard.settle()
+                if run is None and not self.in_flight:
+                    self.borders.guarded("guard", self.guard.settle)
         self.in_flight += 1
         try:
             return await self._run_cell(raw_cell, *args, **kwargs)
@@ -183,7 +184,7 @@ class Extension:
             raise
         finally:
             self.in_flight -= 1
-            self.guard.settle()
+            self.borders.guarded("guard", lambda: self.guard.settle(has_others=self.in_flight > 0))
 
     async def _run_cell(self, raw_cell: str, *args: Any, **kwargs: Any) -> Any:
         if self.shell.execution_count < self._number:  # the history was reset, and numbers begin anew
@@ -249,10 +250,12 @@ class Extension:
             try:
                 self.tracebacks.heed()
                 await answer(self, failure, result, cell)
-            except BaseException:  # an interrupt: the failure is the user's to see all the same
+            except BaseException as exc:  # the failure is the user's to see all the same
                 self.tracebacks.send_held()
                 self._withdraw(cell.shown)
-                raise
+                if not isinstance(exc, KeyboardInterrupt):
+                    raise
+                print(say(_INTERRUPTED), file=sys.stderr)  # the cell has failed already, and ends here
             if (late := self.borders.take_signalled()) is not None:
                 self._show_traceback(late)
                 self._outside(late, "it came while another failure was looked at", raw_cell)
@@ -301,12 +304,10 @@ class Extension:
         return self.borders.guarded("guard", lambda: self.guard.arm(number, raw_cell, ceiling)) or False
 
     def _in_room(self, is_of_code: bool) -> AbstractContextManager[None]:
-        """Return the context in which a traceback is shown: without the guard's limit, for good where a cell ends."""
+        """Return the context in which a traceback is shown: with all the room there is, for good where a cell ends."""
         run = current(self)
-        if run is None:
-            return self.guard.paused() if self.in_flight else self.guard.answering()
-        if not is_of_code or run.depth > 1:
-            return self.guard.paused()
+        if run is None or not is_of_code or run.depth > 1:
+            return self.guard.at_work()
         self.guard.raised()
         return nullcontext()
 
@@ -429,7 +430,7 @@ class Extension:
 
     def _thread_failed(self, given: Any) -> Any:
         """Answer a failure that ended a thread."""
-        with self.guard.paused():
+        with self._answers, self.guard.at_work():  # one at a time: there is no room for more
             reserve.let_go()
             result = self._threads.original(given)
             if given.exc_value is not None:
@@ -437,8 +438,11 @@ class Extension:
         return result
 
     def _outside(self, exc: BaseException, why: str, source: str = "") -> None:
-        if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
-            answer_outside(self, exc, why, source)
+        try:
+            if not is_left_alone() and self.borders.guarded("recognition", lambda: find_oom(exc)):
+                answer_outside(self, exc, why, source)
+        except KeyboardInterrupt:
+            print(say(_INTERRUPTED), file=sys.stderr)
 
     # What is shown --------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -80,8 +81,14 @@ class Warming:
         kept: bytes that are kept back, and will be again before an attempt.
     """
 
-    def __init__(self, shell: Any, config: OomDoctor, is_guarded: Callable[[], bool] = lambda: False) -> None:
-        self._shell, self._config, self._is_guarded = shell, config, is_guarded
+    def __init__(
+        self,
+        shell: Any,
+        config: OomDoctor,
+        is_guarded: Callable[[], bool] = lambda: False,
+        at_work: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._shell, self._config, self._is_guarded, self._at_work = shell, config, is_guarded, at_work
         self._steps = self._all_steps()
         self._task: asyncio.Task[None] | None = None
         self._looked_s = -_LOOK_EVERY_S
@@ -132,7 +139,8 @@ class Warming:
         if limits := self._limits():
             if limits != [self._pages]:
                 keep_large_blocks_apart()
-            self.kept = reserve.take(*min(limits), populated=self._pages is not None)
+            with self._at_work():
+                self.kept = reserve.take(*min(limits), populated=self._pages is not None)
 
     def begin_history(self) -> None:
         """Begin IPython's thread that writes the history again, which IPython ends at each fork.
@@ -179,7 +187,8 @@ class Warming:
             self.done = step is _LATER
             if self.done:
                 return False
-            quietly(step)
+            with self._at_work():
+                quietly(step)
             if time.monotonic() >= end:
                 return True
         self.done = self._has_room()

@@ -204,7 +204,7 @@ def _peak(forecast: Forecast) -> str:
         return told
     limit = format_size(forecast.budget)
     is_far = (least or need) > _FAR * forecast.budget
-    return f"{told}, far over the limit of {limit}" if is_far else f"{told} of {limit}"
+    return f"{told}, far over the {limit} for tensors" if is_far else f"{told} of {limit}"
 
 
 def _is_pooled(forecast: Forecast) -> bool:
@@ -228,7 +228,7 @@ def took_of(took: MeasuredPeak, limit: int | None) -> str:
     if limit is None or took.reserved is None:  # the system counts otherwise, pages of files among them
         return format_size(most)
     told = format_size(most)
-    return f"{told}, over the limit of {format_size(limit)}" if most > limit else f"{told} of {format_size(limit)}"
+    return f"{told}, over the {format_size(limit)} for tensors" if most > limit else f"{told} of {format_size(limit)}"
 
 
 def _most(took: MeasuredPeak, limit: int | None) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from oomdoctor.errors import HostMemoryPressure
+from oomdoctor.guard import interrupt as module
 from oomdoctor.guard.gauge import GROUP, Reading
 from oomdoctor.guard.interrupt import Interrupt, may_raise
 from oomdoctor.incident import find_oom, from_exception
@@ -22,6 +25,8 @@ MIB = 1 << 20
 FULL = Reading(limit=512 * MIB, used=500 * MIB, usage=510 * MIB, swap=0, name=GROUP)
 SHELL = "/site-packages/IPython/core/interactiveshell.py"
 OURS = may_raise.__code__.co_filename
+CELLS: dict[str, Any] = {}
+"""The namespace of the cells."""
 FIX = OURS.replace("/guard/interrupt.py", "/fixes/_forward.py")
 
 
@@ -34,29 +39,53 @@ def named(filename: str, name: str) -> Callable[[Callable[[], Any]], Any]:
 
 def asked_within(*frames: tuple[str, str]) -> bool:
     """Whether an error may be raised below frames of these files and names, outermost first."""
-    answer: Callable[[], Any] = lambda: may_raise(sys._getframe(1))  # noqa: E731
+    answer: Callable[[], Any] = lambda: may_raise(sys._getframe(1), CELLS)  # noqa: E731
     for filename, name in reversed(frames):
         answer = lambda filename=filename, name=name, inner=answer: named(filename, name)(inner)  # noqa: E731
     return bool(answer())
 
 
+EVENTS = "/site-packages/IPython/core/events.py"
+CELL = ("/mine/cell.py", "cell")
+
+
+@pytest.fixture(autouse=True)
+def files_of_mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the tests themselves be a library, whose frames are below everything here."""
+    monkeypatch.setattr(module, "is_users_file", lambda path: path.startswith("/mine/"))
+
+
 @pytest.mark.parametrize(
     ("frames", "may"),
     [
-        ([("/x/kernel.py", "loop"), (SHELL, "run_code"), ("<ipython-input-1>", "cell")], True),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), ("/lib/numpy/ones.py", "ones")], True),
-        ([(OURS, "around"), (SHELL, "run_code"), ("<ipython-input-1>", "cell")], True),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), (OURS, "hook"), ("/lib/torch/x.py", "f")], False),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), (FIX, "forward"), ("/lib/torch/x.py", "f")], True),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), ("<frozen importlib._bootstrap>", "load")], False),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), ("/mine.py", "__del__")], False),
-        ([(SHELL, "run_code"), ("<ipython-input-1>", "cell"), ("/lib/zmq/sugar/socket.py", "send")], False),
+        ([("/x/kernel.py", "loop"), (SHELL, "run_code"), CELL], True),
+        ([(SHELL, "run_code"), CELL, ("/lib/numpy/ones.py", "ones")], True),
+        ([(OURS, "around"), (SHELL, "run_code"), CELL], True),
+        ([(SHELL, "run_code"), CELL, (OURS, "hook"), ("/lib/torch/x.py", "f")], False),
+        ([(SHELL, "run_code"), CELL, (FIX, "forward"), ("/lib/torch/x.py", "f")], True),
+        ([(SHELL, "run_code"), CELL, ("<frozen importlib._bootstrap>", "load")], False),
+        ([(SHELL, "run_code"), CELL, ("/mine/x.py", "__del__")], False),
+        ([(SHELL, "run_code"), CELL, ("/lib/zmq/sugar/socket.py", "send")], False),
         ([("/x/kernel.py", "loop"), ("/lib/asyncio/events.py", "callback")], False),
+        ([("/lib/ipykernel/kernelbase.py", "dispatch"), ("/lib/tornado/x.py", "f")], False),
+        ([("/lib/ipykernel/kernelbase.py", "dispatch"), ("/mine/x.py", "on_click"), ("/lib/numpy/x.py", "f")], True),
+        ([("/lib/asyncio/events.py", "_run"), ("/mine/x.py", "task")], True),
+        ([("/mine/x.py", "task"), ("/lib/zmq/sugar/socket.py", "send")], False),
+        ([(EVENTS, "trigger"), ("/lib/matplotlib_inline/backend_inline.py", "flush_figures")], True),
+        ([(EVENTS, "trigger")], False),
+        ([("/lib/threading.py", "_bootstrap"), ("/lib/pool.py", "wait")], False),
+        ([("/lib/threading.py", "_bootstrap"), (OURS, "answer"), ("/mine/x.py", "forward")], False),
     ],
 )
 def test_where_an_error_may_be_raised(frames: list[tuple[str, str]], may: bool) -> None:
-    # What is called in the end stands in this file, as code of the user's would.
     assert asked_within(*frames) is may
+
+
+def test_code_of_a_cell_is_known_by_its_namespace() -> None:
+    made: dict[str, Any] = {"may_raise": may_raise, "sys": sys}
+    exec(compile("def task():\n    return may_raise(sys._getframe(), globals())", "<of no file>", "exec"), made)
+    assert made["task"]() is True
+    assert may_raise(sys._getframe(), CELLS) is False
 
 
 def test_run_code_itself_is_left_alone() -> None:
@@ -64,7 +93,7 @@ def test_run_code_itself_is_left_alone() -> None:
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_name == "run_code":
-            seen.append(may_raise(frame))
+            seen.append(may_raise(frame, CELLS))
 
     sys.setprofile(look)
     named(SHELL, "run_code")(lambda: None)
@@ -74,7 +103,7 @@ def test_run_code_itself_is_left_alone() -> None:
 
 @pytest.fixture
 def interrupt() -> Iterator[Interrupt]:
-    found = Interrupt()
+    found = Interrupt(CELLS)
     found.install()
     yield found
     found.remove()
@@ -95,17 +124,56 @@ def test_the_handler_raises_at_the_line_that_waits(interrupt: Interrupt) -> None
     assert time.monotonic() - began < 10
     assert (got.value.used, got.value.limit, got.value.requested) == (500 * MIB, 512 * MIB, None)
     assert interrupt.raised == 1
+    assert [step.name for step in traceback.extract_tb(got.value.__traceback__)][-2:] == ["run_code", "<lambda>"]
+
+
+def test_a_thread_that_touches_memory_is_interrupted_and_one_that_waits_is_not(interrupt: Interrupt) -> None:
+    ended: dict[str, BaseException] = {}
+    end, release = time.monotonic() + 20, threading.Event()
+
+    def fills() -> None:
+        while time.monotonic() < end:
+            mmap.mmap(-1, 4 * MIB).write(bytes(4 * MIB))
+
+    def noted(do: Callable[[], Any]) -> None:
+        try:
+            named("/mine/x.py", "work")(do)
+        except MemoryError as exc:
+            ended[do.__name__] = exc
+
+    def waits() -> None:
+        release.wait(20)
+
+    threads = [threading.Thread(target=noted, args=(do,)) for do in (fills, waits)]
+    for thread in threads:
+        thread.start()
+
+    def watches() -> None:
+        while threads[0].is_alive():
+            interrupt.send(FULL)
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watches)
+    watcher.start()
+    wait_in_a_cell(0.05)
+    watcher.join()
+    release.set()
+    threads[1].join()
+    assert set(ended) == {"fills"}
+    assert "500 MiB of 512 MiB are in use" in str(ended["fills"])
+    assert interrupt.raised == 1, "neither what waits nor the main thread, beside which it is filled"
+    assert traceback.extract_tb(ended["fills"].__traceback__)[-1].filename == __file__
 
 
 def test_it_never_raises_outside_of_a_cell(interrupt: Interrupt) -> None:
     threading.Timer(0.01, interrupt.send, [FULL]).start()
     time.sleep(0.1)
-    interrupt.cancel()
+    interrupt.begin_anew()
     assert interrupt.raised == 0
 
 
 def test_without_a_signal_the_interpreter_is_asked() -> None:
-    interrupt = Interrupt()
+    interrupt = Interrupt(CELLS)
 
     def spin() -> None:
         end = time.monotonic() + 20
@@ -121,7 +189,7 @@ def test_without_a_signal_the_interpreter_is_asked() -> None:
 def test_the_signal_is_free_and_given_back(interrupt: Interrupt) -> None:
     number = interrupt.signal
     if number is not None:
-        other = Interrupt()
+        other = Interrupt(CELLS)
         other.install()
         assert other.signal not in (None, number)
         other.remove()
@@ -130,8 +198,6 @@ def test_the_signal_is_free_and_given_back(interrupt: Interrupt) -> None:
 
 
 def test_its_figures_are_those_of_the_incident() -> None:
-    interrupt = Interrupt()
-    interrupt._pending = None
     error = HostMemoryPressure("host memory is about to run out")
     error.used, error.limit = 500 * MIB, 512 * MIB
     assert find_oom(error) is error

@@ -139,7 +139,7 @@ try:
         kept.append(bytearray(1 << 20))
 except MemoryError:
     reserve.let_go()
-    more = [bytearray(1 << 20) for _ in range(80)]
+    more = [bytearray(1 << 20) for _ in range(72)]
 assert reserve.has_room(reserve.FOR_THREAD)
 try:
     while True:

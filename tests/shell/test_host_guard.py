@@ -12,7 +12,9 @@ from kernels import Kernel
 from oomdoctor.shell.host_guard import as_it_runs, ceiling_of
 
 GIB = 1 << 30
-LIMIT = "__import__('resource').getrlimit(__import__('resource').RLIMIT_DATA)[0]"
+LIMIT = "__import__('oomdoctor.sandbox.data_limit').sandbox.data_limit.getrlimit(2)[0]"
+"""What is in force: a program is told its own."""
+OWN = "__import__('resource').getrlimit(__import__('resource').RLIMIT_DATA)[0]"
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,11 @@ def test_the_verb_switches_and_tells(guarded: Kernel) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this limit")
-def test_a_cell_has_the_limit_and_an_own_magic_has_not(guarded: Kernel) -> None:
-    guarded.run("%oomdoctor guard on", ok=True)
+def test_a_cell_has_the_limit_and_what_runs_after_it_and_is_told_its_own(guarded: Kernel) -> None:
     before = guarded.value(LIMIT)
+    guarded.run("%oomdoctor guard on", ok=True)
+    assert guarded.value(LIMIT) != before
+    assert guarded.value(OWN) == int(guarded.run(f"print({OWN})", ok=True).stdout) == before
     inside = int(guarded.run(f"print({LIMIT})", ok=True).stdout)
     guarded.run("%oomdoctor guard off", ok=True)
     assert inside != before
@@ -108,6 +112,14 @@ def test_a_margin_that_is_no_size_is_one_line(guarded: Kernel) -> None:
     guarded.run("%config OomDoctor.guard_margin = '256MiB'", ok=True)
     assert "keeps 256 MiB of it free" in guarded.run("%oomdoctor guard on", ok=True).stdout
     guarded.run("%config OomDoctor.guard_margin = ''\n%oomdoctor guard off", ok=True)
+
+
+def test_the_traceback_of_what_has_no_text_is_the_users(guarded: Kernel) -> None:
+    failed = guarded.run(
+        "class Textless(MemoryError):\n    def __str__(self): raise RuntimeError('no text')\nraise Textless", ok=False
+    )
+    assert "raise Textless" in failed.text
+    assert "oomdoctor/shell" not in failed.text
 
 
 def test_numpy_alone_stays_alone(cold_kernel: Kernel) -> None:

@@ -104,10 +104,22 @@ def test_one_that_comes_while_the_traceback_is_rendered_ends_the_answer(shell: I
     with Planted("third iteration"), interrupted(shell.InteractiveTB, "structured_traceback", times=1) as sent:
         result, shown = run(shell, CELLS[-1])
     assert sent
-    assert isinstance(result.error_in_exec, KeyboardInterrupt)
-    assert "enforce fail" in shown.stdout, "the failure is told as well"
-    assert "Healed" not in shown.stdout
+    assert "enforce fail" in str(result.error_in_exec), "it stays what the cell has failed with"
+    assert "enforce fail" in shown.stdout
+    assert not any(word in shown.stdout for word in ("KeyboardInterrupt", "Healed", "Out of memory"))
+    assert shown.stderr.splitlines()[-1] == "oomdoctor: interrupted: the failure was not diagnosed"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("stage", ["observe", "diagnose"])
+def test_one_that_comes_within_a_diagnosis_ends_it_with_one_line(kernel: Kernel, stage: str) -> None:
+    kernel.run("%load_ext oomdoctor\nimport signal\nfrom oomdoctor import pipeline", ok=True)
+    sends = f"was = pipeline.{stage}\ndef sends(*_, **__): signal.raise_signal(signal.SIGINT)"
+    kernel.run(f"{sends}\npipeline.{stage} = sends", ok=True)
+    reply = kernel.run("bytearray(1 << 50)", ok=False)
+    kernel.run(f"pipeline.{stage} = was", ok=True)
+    assert [error["ename"] for error in reply.errors] == [reply.content["ename"]] == ["MemoryError"]
+    assert reply.stderr == "oomdoctor: interrupted: the failure was not diagnosed\n"
 
 
 def test_what_was_held_back_arrives_once_and_after_the_body() -> None:

@@ -399,7 +399,7 @@ def test_what_a_retry_makes_anew_of_an_earlier_cell_is_told_before_and_after() -
 
 def test_a_need_far_over_the_limit_is_told_in_words() -> None:
     far = replace(cases.MICRO_BATCH, forecast=cases.forecast(70))
-    assert fix_row(1, far, cases.PLAN).peak == "≈ 70.0 GiB, far over the limit of 8.00 GiB"
+    assert fix_row(1, far, cases.PLAN).peak == "≈ 70.0 GiB, far over the 8.00 GiB for tensors"
     assert fix_row(1, replace(far, forecast=cases.forecast(9)), cases.PLAN).peak == "≈ 9.00 GiB of 8.00 GiB"
     row = fix_row(1, replace(far, forecast=cases.forecast(9, reserved=30)), cases.PLAN)
     assert row.peak == "≈ 9.00 GiB in tensors of 8.00 GiB", "a cache is given back where memory is short"
