@@ -129,7 +129,7 @@ def test_the_handler_raises_at_the_line_that_waits(interrupt: Interrupt) -> None
 
 def test_a_thread_that_touches_memory_is_interrupted_and_one_that_waits_is_not(interrupt: Interrupt) -> None:
     ended: dict[str, BaseException] = {}
-    end, release = time.monotonic() + 20, threading.Event()
+    end, release, is_waiting = time.monotonic() + 20, threading.Event(), threading.Event()
 
     def fills() -> None:
         while time.monotonic() < end:
@@ -142,6 +142,7 @@ def test_a_thread_that_touches_memory_is_interrupted_and_one_that_waits_is_not(i
             ended[do.__name__] = exc
 
     def waits() -> None:
+        is_waiting.set()
         release.wait(20)
 
     threads = [threading.Thread(target=noted, args=(do,)) for do in (fills, waits)]
@@ -153,6 +154,8 @@ def test_a_thread_that_touches_memory_is_interrupted_and_one_that_waits_is_not(i
             interrupt.send(FULL)
             time.sleep(0.01)
 
+    is_waiting.wait(20)
+    time.sleep(0.2)  # until it has no line of its own any more
     watcher = threading.Thread(target=watches)
     watcher.start()
     wait_in_a_cell(0.05)
