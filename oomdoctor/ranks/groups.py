@@ -214,13 +214,13 @@ class Groups:
         """Take over the groups that were made before any was noted, by whatever has made them."""
         c10d: Any = sys.modules[C10D]
         group = c10d._get_default_group()
-        backend = str(c10d.get_backend_config(group))
-        self._given = {"backend": backend}
+        given = str(c10d.get_backend_config(group))
+        self._given = {"backend": given}
         for device in group._device_types:
             with suppress(AttributeError, RuntimeError):  # options of another kind, or a device that has no backend
                 self._given["timeout"] = group._get_backend(device).options._timeout
-        if unknown := sorted(set(backend.replace(",", ":").split(":")) - _KINDS):
-            self.refused = f"a group of the backend {unknown[0]} cannot be made anew"
+        for backend in sorted(set(given.replace(",", ":").split(":")) - _KINDS):
+            self.refused = f"a group of the backend {backend} cannot be made anew"
         self.has_parts, self.is_librarys, self.meetings = len(c10d._world.pg_map) > 1, True, 1
         circle.publish(_ENDS, [ends for number in _sockets().values() if (ends := _ends(number)) is not None])
         self._adopted = True
