@@ -15,7 +15,7 @@ _WIDTH: Final = 72
 
 
 def read(namespace: dict[str, Any]) -> str:
-    """Return the reading of ``namespace`` as JSON: the fields of ``demo_kernel.Reading``."""
+    """Return the reading of ``namespace`` as JSON: the fields of ``demo.Reading``."""
     from oomdoctor.objects.leaves import state_digests
 
     return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": state_digests(namespace)})
