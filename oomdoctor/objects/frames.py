@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from threading import get_ident
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -122,12 +123,8 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 def _is_traced(frame: FrameType) -> bool:
     if sys.gettrace() is not None or frame.f_trace is not None:
         return True
-    inner: FrameType | None = sys._getframe()
-    while inner is not None:
-        if inner.f_trace is not None or inner.f_globals.get("__name__") in _DEBUGGERS:
-            return True
-        inner = inner.f_back
-    return False
+    running = (inner for inner, _ in walk_stack(sys._getframe()))
+    return any(inner.f_trace is not None or inner.f_globals.get("__name__") in _DEBUGGERS for inner in running)
 
 
 def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
@@ -233,11 +230,7 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
 
     Those of other threads are left alone: they run on while they are read.
     """
-    stack: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
+    stack = [frame for frame, _ in walk_stack(sys._getframe(1))]
     # A frame of ours among those kept here would hold them all, and be held by them.
     stack = [frame for frame in reversed(stack) if not _is_of(home_of(frame), _MACHINERY)]
     # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
@@ -252,11 +245,10 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
 
 def line_of_cell(thread: int | None, globals_: Mapping[str, Any]) -> int | None:
     """Return the line that the cell on a thread stands at, the outermost of its own; None where it awaits."""
-    frame, found = sys._current_frames().get(thread or 0), None
-    while frame is not None:
+    innermost, found = sys._current_frames().get(thread or 0), None
+    for frame, line in walk_stack(innermost) if innermost is not None else ():
         if frame.f_globals is globals_ and frame.f_code.co_name.startswith(_TOP_LEVEL):
-            found = frame.f_lineno
-        frame = frame.f_back
+            found = line
     return found
 
 
@@ -264,13 +256,8 @@ def in_backward_elsewhere() -> bool:
     """Return whether another thread is in a backward, which frees what graphs saved without holding the GIL."""
     running = sys._current_frames()
     del running[get_ident()]  # this frame itself, which would hold itself
-    for innermost in running.values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == "_engine_run_backward":
-                return True
-            frame = frame.f_back
-    return False
+    frames = (frame for innermost in running.values() for frame, _ in walk_stack(innermost))
+    return any(frame.f_code.co_name == "_engine_run_backward" for frame in frames)
 
 
 def holds_the_users(frame: FrameType) -> bool:
