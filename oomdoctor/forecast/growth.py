@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from oomdoctor.allocator.replay import Event
-
+Event: TypeAlias = tuple[Literal["alloc"], Hashable, int] | tuple[Literal["free"], Hashable]
+"""``("alloc", id, nbytes)`` or ``("free", id)``."""
 _SCALES: Final = 4
 """So many times as large may what an iteration frees be as what stands for it in another one, of a longer batch."""
 _MOST_BLOCKS: Final = 20_000
