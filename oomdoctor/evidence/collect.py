@@ -335,7 +335,8 @@ class _Search:
             sized = list(compress(fresh, map(_SIZED.__contains__, keys))) if self._of_variable is None else []
             own += sum(map(sys.getsizeof, sized))
             objects += len(sized)
-            arrays_of = _keys(classes, _ARRAYS) if self._of_variable is None else _variables(classes)
+            variables = {key for key, cls in classes.items() if jittor.is_var(cls)}
+            arrays_of = _keys(classes, _ARRAYS) if self._of_variable is None else variables
             met = list(compress(fresh, map(arrays_of.__contains__, keys)))
             for size in map(self._of_variable or self._of_array, met):
                 in_arrays += size
@@ -393,10 +394,6 @@ class _Search:
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
             self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)
         return self._of_tensors
-
-
-def _variables(classes: dict[int, type]) -> set[int]:
-    return {key for key, cls in classes.items() if jittor.is_var(cls)}
 
 
 def _keys(classes: dict[int, type], kinds: frozenset[Kind]) -> set[int]:

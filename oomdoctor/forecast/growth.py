@@ -13,7 +13,7 @@ of them, is left as it is. What the others only pass through is not followed: th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 Event: TypeAlias = tuple[Literal["alloc"], Hashable, int] | tuple[Literal["free"], Hashable]
@@ -126,12 +126,10 @@ class Growth:
         for event in stretch:
             if event[0] == "alloc" and event[2] and event[1] not in freed:
                 names[event[2]].append(event[1])
-        passing = _passing({size: len(of_size) for size, of_size in names.items()}, self._sizes_of(freed - own))
+        sizes = Counter(self._sizes.get(name, 0) for name in freed - own)
+        passing = _passing({size: len(of_size) for size, of_size in names.items()}, sizes)
         piled = {size: len(of_size) - passing[size] for size, of_size in names.items() if len(of_size) > passing[size]}
         return names, passing, piled
-
-    def _sizes_of(self, names: Iterable[Hashable]) -> Counter[int]:
-        return Counter(self._sizes.get(name, 0) for name in names)
 
 
 def _passing(kept: Mapping[int, int], freed: Counter[int]) -> Counter[int]:

@@ -86,7 +86,7 @@ def put(soft_bytes: int) -> bool:
         own = users()
         if own is None:
             return False
-        soft_bytes = _whole_pages(soft_bytes)
+        soft_bytes = max(soft_bytes, 0) // mmap.PAGESIZE * mmap.PAGESIZE
         if own[0] != resource.RLIM_INFINITY and own[0] <= soft_bytes:
             _put_back()
             return False
@@ -126,7 +126,3 @@ def _put_back() -> None:
         if resource.getrlimit(resource.RLIMIT_DATA)[0] == _ours:
             resource.setrlimit(resource.RLIMIT_DATA, _users)
         _users = None
-
-
-def _whole_pages(size: int) -> int:
-    return max(size, 0) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oomdoctor.language.__init__ import automatic
+from oomdoctor.language import automatic
 
 SETTING = "lab/user-settings/@jupyterlab/translation-extension/plugin.jupyterlab-settings"
 
