@@ -19,7 +19,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
     from nbformat import NotebookNode
 
+
 _NOTEBOOK: Final = "01_first_oom.ipynb"
 _TOLD: Final = ("model", "optimizer", "losses", "(random number generators)")
 _CELL_TIMEOUT_S: Final = 600
@@ -45,7 +46,9 @@ _SETTINGS: Final = {
     # Threads that wait for work let the processor to others: the child that makes a forecast is another process.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_PROBE: Final = "__import__('oomdoctor.cli.demo_probe', fromlist=['read']).read(globals()).encode().hex()"
+_SHOWN_FIXES: Final = 4
+_WIDTH: Final = 72
+_PROBE: Final = "__import__('oomdoctor.cli.demo', fromlist=['read']).read(globals()).encode().hex()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,3 +343,34 @@ async def _read(client: NotebookClient) -> Reading:
 
 def _first_line(text: str) -> str:
     return textwrap.shorten(text.strip().partition("\n")[0], 100, placeholder=" …")
+
+
+def read(namespace: dict[str, Any]) -> str:
+    """Return a ``Reading`` of ``namespace`` as JSON; this runs in the kernel, and changes nothing there."""
+    from oomdoctor.objects.leaves import state_digests
+
+    return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": state_digests(namespace)})
+
+
+def _last_case() -> dict[str, Any]:
+    # A kernel in which nothing has failed, or without the extension, has not loaded the pipeline, and need not.
+    pipeline = sys.modules.get("oomdoctor.pipeline")
+    case = pipeline.last_case() if pipeline is not None else None
+    if case is None:
+        return {}
+    from oomdoctor.model.case import OutcomeKind
+    from oomdoctor.views import text
+    from oomdoctor.views.diagnosis import causes, headline
+    from oomdoctor.views.document import GAP, Fixes, Line
+    from oomdoctor.views.outcome import aftermath
+    from oomdoctor.views.prices import fix_rows
+
+    told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])
+    patch = next((one.patch for one in reversed(case.plan.candidates) if one.label in case.outcome.fixes), None)
+    return {
+        "number": case.number,
+        "case": case.to_dict(),
+        "diagnosis": text.render((*told, Fixes(fix_rows(case.plan)[:_SHOWN_FIXES])), width=_WIDTH),
+        "notice": "" if case.outcome.kind is OutcomeKind.OFFERED else text.render((aftermath(case),), width=_WIDTH),
+        "edits": [asdict(edit) for edit in getattr(patch, "edits", ())],
+    }
