@@ -87,7 +87,7 @@ class Retry:
     def of(cls, plan: Plan) -> Retry:
         """Return what it would do by the plan alone: try what keeps the result and is not known to be too large."""
         offered = (one for one in plan.candidates if one.refuted is None)
-        keeping = (one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT))
+        keeping = (one for one in offered if one.effect.keeps_results)
         return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
 
 
@@ -390,7 +390,7 @@ def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
     return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
 
 
-_KEEPING: Final = [labels.EFFECTS[effect][0] for effect in (Effect.EXACT, Effect.EQUIVALENT)]
+_KEEPING: Final = [labels.EFFECTS[effect][0] for effect in Effect if effect.keeps_results]
 CHANGES: Final = "changes results and runs only when you ask for it"
 
 
@@ -405,7 +405,7 @@ def changing(plan: Plan) -> Candidate | None:
 def why_nothing(plan: Plan) -> str:
     """Return in a sentence why a retry would try none of the plan's changes."""
     offered = [one for one in plan.candidates if one.refuted is None and one.effect is not Effect.ADVICE]
-    keeping = [one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT)]
+    keeping = [one for one in offered if one.effect.keeps_results]
     if not plan.candidates and not plan.refusals:
         return f"No fix was looked for: {labels.clean(plan.unchanged.refused or plan.unchanged.basis)}."
     if not offered:
