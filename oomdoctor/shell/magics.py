@@ -149,7 +149,7 @@ def retry(extension: Extension, words: list[str]) -> None:
     _retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        from oomdoctor.views.diagnosis import why_nothing
+        from oomdoctor.views.outcome import why_nothing
 
         why = pipeline.beyond_cure(case) or why_nothing(case.plan).removesuffix(".")
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
