@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -33,10 +33,10 @@ from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.model.sizes import MIB
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects import jittor
-from oomdoctor.objects.alive import alive
 from oomdoctor.objects.children import elements_of
 from oomdoctor.objects.frames import (
     chained,
+    earlier_errors,
     frames_of,
     home_of,
     leads_nowhere,
@@ -178,28 +178,6 @@ def _program(
         step_results=loop_results(session.cells.failing.source) if exc is not None else frozenset(),
         appends={one.names[0]: one.names[1] for one in code.sites.get("detach_history", ())},
     )
-
-
-def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
-    """Return the errors of before that went through a cell and are alive, that last shown first.
-
-    The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
-    freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
-    garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
-    and no name leads from them to their frames. So at a failure, ``exc``, all that the collector knows are looked
-    through; without one, only what was last shown is looked at.
-    """
-    own = {id(link) for link in chained(exc)}
-    found: dict[int, BaseException] = {}
-    last: Any = getattr(sys, "last_value", None)
-    if issubclass(type(last), BaseException) and id(last) not in own:
-        found[id(last)] = last
-    for error in alive(BaseException) if exc is not None else ():
-        if id(error) not in own and any(
-            step.tb_frame.f_code.co_filename in filenames for step in steps_of(traceback_of(error))
-        ):
-            found.setdefault(id(error), error)
-    return tuple(found.values())
 
 
 def unlooked() -> Evidence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import chain
 from threading import get_ident
 from traceback import walk_stack
@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.session import Standing
+from oomdoctor.objects.alive import alive
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
 from oomdoctor.objects.named import is_installed, is_users_file
 
@@ -306,3 +307,25 @@ def home_of(frame: FrameType) -> str:
     """Return the name of the module that the code of a frame is of, nothing where it has none."""
     name = spelled(frame.f_globals).get("__name__")
     return name if type(name) is str else ""
+
+
+def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
+    """Return the errors of before that went through a cell and are alive, that last shown first.
+
+    The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
+    freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
+    garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
+    and no name leads from them to their frames. So at a failure, ``exc``, all that the collector knows are looked
+    through; without one, only what was last shown is looked at.
+    """
+    own = {id(link) for link in chained(exc)}
+    found: dict[int, BaseException] = {}
+    last: Any = getattr(sys, "last_value", None)
+    if issubclass(type(last), BaseException) and id(last) not in own:
+        found[id(last)] = last
+    for error in alive(BaseException) if exc is not None else ():
+        if id(error) not in own and any(
+            step.tb_frame.f_code.co_filename in filenames for step in steps_of(traceback_of(error))
+        ):
+            found.setdefault(id(error), error)
+    return tuple(found.values())

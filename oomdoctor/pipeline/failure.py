@@ -117,8 +117,7 @@ def memories(*, beside: bool = False, sizes: bool = True) -> tuple[Accelerator, 
     """Return the memories in use, the host last. A simulated device stands for the real one of its name.
 
     ``beside`` the program, on a thread, nothing is loaded and nothing is booked. ``sizes``: storages of a simulated
-    device
-    that were resized are booked too, for which each is looked at.
+    device that were resized are booked too, for which each is looked at.
     """
     from oomdoctor.evidence.host import HostAccelerator
 

@@ -220,7 +220,7 @@ def _observed(
     extension: Extension, failure: BaseException | None, ended: BaseException, word: Word, result: Any, run: CellRun
 ) -> Case | None:
     """Return the case of this rank, as far as it could be looked at."""
-    from oomdoctor.pipeline.together import of_peer
+    from oomdoctor.pipeline.job import of_peer
 
     if failure is not None:
         return looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))
