@@ -3,6 +3,7 @@
     python benchmarks/recognition.py [oom_messages.jsonl]
     python benchmarks/recognition.py tests/incident/gathered.jsonl
     python benchmarks/recognition.py tests/incident/gathered_2026b.jsonl [--half used|held] [--misses]
+    python benchmarks/recognition.py tests/incident/gathered_2026c.jsonl [--half used|held] [--misses]
 
 The corpus is one JSON object a line, with ``text``, ``exc_type``, ``is_oom``, ``family``, ``fields`` and
 ``ambiguous``, and where they are known ``likely_cause`` and other families that the text allows (``alt_families``).

@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, need, refusing
-from oomdoctor.model.fix import Edit
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model import Cell, Cells, Edit
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.earlier_cells import node_of
@@ -123,7 +122,6 @@ def _block(body: list[ast.stmt], line: int) -> list[ast.stmt]:
 
 
 def _exchanged(parsed: rewriting.ParsedCell, function: ast.stmt, line: int, home: str) -> cst.Module:
-    """Return the cell with one call in the place of the attention whose softmax stands on ``line``."""
     block = _block(function.body, line)  # type: ignore[attr-defined]
     reader = _Reader(parsed.masked.text)
     for at, last in enumerate(block):
@@ -187,7 +185,6 @@ class _Reader:
         return ast.get_source_segment(self._source, node) or ast.unparse(node)
 
     def _change(self, statement: ast.stmt) -> tuple[str, _Read] | None:
-        """Return the name that a statement binds to scores or weights, and those."""
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 found = self._value(value)
@@ -212,7 +209,6 @@ class _Reader:
         raise Unfit(f"`{self._code(test)}` decides what is done to the scores or weights")
 
     def _value(self, node: ast.expr) -> _Read | None:
-        """Return the scores or weights that an expression is, None where it is something else."""
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if (factors := _factors(node)) is not None:
@@ -234,7 +230,6 @@ class _Reader:
         )
 
     def _scores(self, node: ast.expr, query: ast.expr, key: ast.expr, subscripts: str | None) -> _Read | None:
-        """Return the scores that a product of queries and keys is."""
         if self._value(query) is not None or self._value(key) is not None:
             return None
         bare = _untransposed(key, node) if subscripts is None else key if _has_form(_SCORES, subscripts) else None
@@ -288,7 +283,6 @@ class _Reader:
         return f"~{_bracketed(hidden, self._code(hidden))}"
 
     def _apart(self, node: ast.expr) -> str:
-        """Return the text of an expression that is not made of scores or weights."""
         if reads(node) & self._known.keys():
             raise Unfit(f"`{self._code(node)}` is made of the scores or weights themselves")
         return self._code(node)
@@ -339,7 +333,6 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _factors(node: ast.expr) -> tuple[ast.expr, ast.expr, str | None] | None:
-    """Return the two factors of a product of matrices, and the subscripts of an einsum."""
     match operation(node):
         case Operation("matmul" | "bmm", [left, right]):
             return left, right, None

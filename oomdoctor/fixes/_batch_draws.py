@@ -1,17 +1,15 @@
 """The random draws of a whole batch while it runs in parts: the same masks and noise, the same generators at the end.
 
 While the body of the loop runs on a part, each random operator draws for all rows, as the whole batch would have, and
-gives out those of the part; the generators are set back before each further part. Operators that draw nothing run as
-they always do: only those that torch tags as random are led past the mode that draws. So dropout, ``rand_like``,
-``bernoulli`` and their kin do not make parts of a batch another training. Python and NumPy draw for no row: how deep a
-network is, or whether a teacher is followed, is drawn alike for each part.
+gives out those of the part; the generators are set back before each further part. Only operators that torch tags as
+random are led past the mode that draws. Python and NumPy draw for no row: how deep a network is, or whether a teacher
+is followed, is drawn alike for each part.
 
 Which dimension of a draw is the batch is told by its size, and checked by another: the first part is larger than the
 last, and what a part draws has to be as much smaller. What stays the same in both is drawn once for the whole batch.
-How draws lie in memory is told by the first part, which has two rows or more.
 
-Limit: operators that draw more or fewer numbers by the values that they are given (``RReLU``, Poisson, Gamma)
-draw others in parts; the trial of a change shows it.
+Limit: operators that draw more or fewer numbers by the values that they are given (``RReLU``, Poisson, Gamma) draw
+others in parts; the trial of a change shows it.
 """
 
 from __future__ import annotations
@@ -59,24 +57,19 @@ _KERNELS: Final = ("dropout_state", "philox_seed", "rng_state")
 """Arguments and results of kernels that draw by themselves: their draws cannot be cut into rows."""
 
 
-def _uneven(rows: int, parts: int) -> list[int]:
-    """Return the sizes of the parts: as even as may be, the first larger than another, and of two rows at least.
+def _sizes(rows: int, parts: int, *, may_draw: bool) -> list[int]:
+    """Return the sizes of the parts: as even as may be; of what draws, the first larger and of two rows at least.
 
     So sizes can be compared, and how draws lie in memory is told by a part that has more than one row.
     """
-    parts = max(min(parts, rows - 1), 1)
-    counts = _even(rows, parts)
-    if parts > 1 and counts[0] == counts[-1]:
+    parts = max(min(parts, rows if not may_draw and parts >= rows else rows - 1), 1)
+    counts = [rows // parts + (at < rows % parts) for at in range(parts)]
+    if 1 < parts < rows and counts[0] == counts[-1]:
         counts[0], counts[-1] = counts[0] + 1, counts[-1] - 1
     return counts
 
 
-def _even(rows: int, parts: int) -> list[int]:
-    return [rows // parts + (at < rows % parts) for at in range(parts)]
-
-
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """Return torch's own generators of the host and of these devices."""
     found = [torch.default_generator]
     for device in devices:
         several = getattr(getattr(torch, device.type, None), "default_generators", ())
@@ -129,10 +122,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             StateError: the generators of Python or NumPy stand elsewhere than after another part, or what a checkpoint
                 has drawn is not drawn again within the part.
         """
-        each = not may_draw and parts >= self._rows
-        start, counts = 0, _even(self._rows, self._rows) if each else _uneven(self._rows, parts)
-        while counts:
-            yield start, (count := counts.pop(0))
+        start = 0
+        for count in _sizes(self._rows, parts, may_draw=may_draw):
+            yield start, count
             if self._apart and not self._again:
                 raise StateError("a checkpointed region draws random numbers, and its backward comes after the part")
             self._apart = self._again = 0
@@ -179,9 +171,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not draws or drops == 0.0 or is_off or self._count == self._rows:
             return func(*args, **kwargs)
         self._note_checkpoint(func)
-        if isinstance(own := kwargs.get("generator"), torch.Generator) and all(
-            own is not one for one, _ in self._begun
-        ):
+        own = kwargs.get("generator")
+        if isinstance(own, torch.Generator) and all(own is not one for one, _ in self._begun):
             self._begun += _states([own])
         return self._drawn(func, args, kwargs, given)
 
@@ -203,23 +194,17 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
         shapes = {name: tuple(shape) for name, value in given.items() if (shape := _shape(name, value)) is not None}
         known = self._told(func, shapes, given)
-        batched = known.batched
-        whole = {
-            name: value
-            if (where := batched.get(name)) is None
-            else self._whole(func, value, *where, known.orders.get(name, ()))
-            for name, value in given.items()
-        }
-        made = func(
-            *(whole[name] for name, _ in zip(given, args, strict=False)), **{name: whole[name] for name in kwargs}
-        )
-        for name in written:
-            if (where := batched.get(name)) is not None:
-                given[name].copy_(self._part(whole[name], *where))
+        whole = dict(given)
+        of_rows = {name: where for name, where in known.batched.items() if where is not None}
+        for name, where in of_rows.items():
+            whole[name] = self._whole(func, given[name], *where, known.orders.get(name, ()))
+        made = func(*list(whole.values())[: len(args)], **{name: whole[name] for name in kwargs})
+        for name in written & of_rows.keys():
+            given[name].copy_(self._part(whole[name], *of_rows[name]))
         if any(one.alias_info is not None for one in func._schema.returns):
             return next(given[name] for name in given if name in written)
-        where = next((one for one in batched.values() if one is not None), None)
-        return made if where is None else pytree.tree_map(lambda one: self._result(one, *where), made)
+        first = next(iter(of_rows.values()), None)
+        return made if first is None else pytree.tree_map(lambda one: self._result(one, *first), made)
 
     def _told(self, func: Any, shapes: _Shapes, given: Mapping[str, Any]) -> _Known:
         """Return which dimension of each size or tensor is the batch: by its size, or beside a part of another size."""
@@ -313,7 +298,8 @@ def _random_key() -> torch._C.DispatchKey | None:
     _registered.extend((others, random))
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.partition(".")
-        if name.startswith("aten::") and _is_random(packet, overload):
+        tags = torch._C._get_operation_overload(packet, overload)[2] if name.startswith("aten::") else ()
+        if torch.Tag.nondeterministic_seeded in tags:
             operator = getattr(getattr(torch.ops.aten, packet.removeprefix("aten::")), overload or "default")
             random.impl(operator, partial(_led, operator, torch._C.DispatchKeySet(key)))  # type: ignore[no-untyped-call]
     return key
@@ -322,10 +308,6 @@ def _random_key() -> torch._C.DispatchKey | None:
 _registering: Final = Lock()
 _registered: Final = list[torch.library.Library]()
 """Kept, as a registration ends with its library."""
-
-
-def _is_random(packet: str, overload: str) -> bool:
-    return torch.Tag.nondeterministic_seeded in torch._C._get_operation_overload(packet, overload)[2]
 
 
 def _led(operator: Any, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.model import Cells, Dose, Effect, Proposal
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.fix import Dose, Effect, Proposal
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.literals import Book, Number, Place, calls, literal
@@ -137,7 +136,6 @@ def check_class(book: Book) -> None:
 
 
 def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place]:
-    """Return the expression for the batch size of a loader and where it stands."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     if "batch_sampler" in given:
         raise Unfit("the loader has a sampler of batches, which decides on their size")

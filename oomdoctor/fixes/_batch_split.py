@@ -1,13 +1,9 @@
 """A batch in parts: the body of a loop for each of them, or calls of a model whose outputs are put together again.
 
-``batch_parts(4, x, y)`` yields parts of a batch, for which random numbers are drawn as for the whole batch (see
-``_batch_draws``); ``join_parts`` puts together what they have left.
-
-``in_parts(model, 4)(x)`` gives what ``model(x)`` does. With gradients, each part is recomputed in the backward pass.
-What cannot be told is refused: a tensor counts as batched, as not batched, or the call is not split. Dimension 0 of
-the first tensor is taken for the batch; that the samples there do not depend on each other is for the trial to show.
-Dropout and noise are those of the whole batch (see ``_batch_draws``). A forward that changes state of its own is
-refused as it runs, and a ``generate`` that draws random numbers.
+``batch_parts(4, x, y)`` yields parts of a batch; ``join_parts`` puts together what they have left. ``in_parts(model,
+4)(x)`` gives what ``model(x)`` does; with gradients, each part is recomputed in the backward pass. Random numbers are
+drawn as for the whole batch (see ``_batch_draws``). What cannot be told is refused: a tensor counts as batched, as not
+batched, or the call is not split. That samples do not depend on each other is for the trial to show.
 """
 
 from __future__ import annotations
@@ -114,12 +110,6 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat([one.detach() for one in parts], differing[0]) if differing else parts[-1].detach()
 
 
-def _dim_of(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
-    """Return the dimension of the batch: ``dim``, or the other of the first two, as of a state or a mask of padding."""
-    dims = [dim, *([1 - dim] if tensor.ndim > 2 - dim and dim in (0, 1) else [])]
-    return next((one for one in dims if tensor.ndim > one and tensor.shape[one] == rows), None)
-
-
 def _rows(
     whole: Any,
     *,
@@ -132,13 +122,13 @@ def _rows(
 ) -> Any:
     """Return the rows of one value; a tensor with a graph is cut from it, and gets the gradients of all parts at once.
 
-    Args:
-        steps: sizes of the other dimension, by one of which a tensor of one dimension may have been flattened with it.
-        borders: such tensors with what stands for them, by their identity.
+    One of a single dimension may have been flattened with another one, of a size among ``steps``.
     """
     if not isinstance(whole, torch.Tensor):
         return whole[start : start + count] if len(whole) == rows else whole
-    at = _dim_of(whole, rows, dim)
+    # The batch may be in the other of the first two, as of a state or a mask of padding.
+    dims = [dim, *([1 - dim] if whole.ndim > 2 - dim and dim in (0, 1) else [])]
+    at = next((one for one in dims if whole.ndim > one and whole.shape[one] == rows), None)
     is_flat = at is None and whole.ndim == 1 and rows > 0 and len(whole) % rows == 0 and len(whole) // rows in steps
     if at is None and not is_flat:
         return whole
@@ -212,8 +202,7 @@ def _as_long(parts: list[tuple[int, Any]], model: Any) -> list[tuple[int, Any]]:
     if not all(isinstance(part, torch.Tensor) and part.ndim == 2 for _, part in parts):
         return parts
     settings, longest = getattr(model, "generation_config", None), max(part.shape[1] for _, part in parts)
-    ends = getattr(settings, "eos_token_id", None)
-    pad = getattr(settings, "pad_token_id", None)
+    ends, pad = getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)
     pad = (ends[0] if isinstance(ends, list) else ends) if pad is None else pad
     if pad is None:
         return parts
@@ -238,9 +227,8 @@ class Divided:
 
     def part(self, start: int, count: int, device: torch.device | None = None) -> Call:
         """Return the call for ``count`` rows of the batch from ``start`` on, the first tensor moved."""
-        leaves = list(self.leaves)
-        for at in (at for at, is_batched in enumerate(self.batched) if is_batched):
-            leaves[at] = leaves[at][start : start + count]
+        pairs = zip(self.leaves, self.batched, strict=True)
+        leaves = [leaf[start : start + count] if is_batched else leaf for leaf, is_batched in pairs]
         if device is not None and leaves[self.first].device.type == "cpu":
             leaves[self.first] = leaves[self.first].to(device)
         args, kwargs = pytree.tree_unflatten(leaves, self.form)
@@ -254,20 +242,17 @@ def divide(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Divided:
         OomDoctorError: there is no tensor, or an argument of which one cannot tell whether it goes with the batch.
     """
     leaves, form = pytree.tree_flatten((args, kwargs))
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-    if first is None:
+    at = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+    if at is None:
         raise OomDoctorError(f"{path} was called without a tensor to split")
     if any(isinstance(value, list | PackedSequence) for value in (*args, *kwargs.values())):
         raise OomDoctorError(f"{path} was called with a list or a packed sequence, which is not split")
-    batched = tuple(_is_batched(path, leaf, first) for leaf in leaves)
-    at = next(at for at, leaf in enumerate(leaves) if leaf is first)
-    return Divided(rows=first.shape[0], first=at, leaves=tuple(leaves), batched=batched, form=form)
+    batched = tuple(_is_batched(path, leaf, leaves[at]) for leaf in leaves)
+    return Divided(rows=leaves[at].shape[0], first=at, leaves=tuple(leaves), batched=batched, form=form)
 
 
 def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:
     rows = first.shape[0]
-    if leaf is first:
-        return True
     if not isinstance(leaf, torch.Tensor):
         if not isinstance(leaf, _ATOMS):
             raise OomDoctorError(f"{path} was called with a {type(leaf).__name__}, which may or may not be batched")
@@ -276,17 +261,16 @@ def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:
         return False
     shape = tuple(leaf.shape)
     square = len(shape) == 2 and shape[0] == shape[1]
-    if shape and shape[0] == rows and not (square and rows > 1):
+    if leaf is first or (shape and shape[0] == rows and not (square and rows > 1)):
         return True
     # A mask of (length, length) is shared by the samples; one of (batch * heads, length, length) or a hidden state of
     # (layers, batch, features) is not, though its first dimension differs.
-    shared = not shape or (rows not in shape and (shape[0] == 1 or shape[0] in first.shape[1:] or shape[0] % rows != 0))
-    if shared:
-        return False
-    raise OomDoctorError(
-        f"{path} was called with a tensor of shape {shape} beside one of {tuple(first.shape)}: whether it goes with "
-        "the batch cannot be told"
-    )
+    if shape and (rows in shape or not (shape[0] == 1 or shape[0] in first.shape[1:] or shape[0] % rows != 0)):
+        raise OomDoctorError(
+            f"{path} was called with a tensor of shape {shape} beside one of {tuple(first.shape)}: whether it goes "
+            "with the batch cannot be told"
+        )
+    return False
 
 
 def gathered(path: str, parts: Iterator[tuple[int, Any]], rows: int) -> Any:
@@ -341,7 +325,6 @@ def join(path: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def _items(path: str, output: Any) -> Mapping[Any, Any]:
-    """Return what an output is made of, by key, field or place."""
     if isinstance(output, Mapping):
         return output
     if dataclasses.is_dataclass(output) and not isinstance(output, type):

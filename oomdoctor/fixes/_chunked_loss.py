@@ -1,14 +1,13 @@
 """A cross-entropy in chunks of rows, and the gradient of the layer that made its logits chunk by chunk.
 
-``chunked_loss(F.cross_entropy, 8)`` has the log-probabilities of one chunk of rows at a time, and
-``chunked_head(model, 8)`` does so for each cross-entropy that a forward of the model takes, in a library as well. Where
-a linear layer made the logits, as their graph tells, there is no gradient of all logits either: in the backward pass a
-chunk's logits are made again from what the layer was given. Views, slices, copies and casts between the layer and the
-loss are followed; where something computes there, the loss alone is taken in chunks. That logits come out as they were
-is seen in the forward, of all rows in a few classes, and of a few rows in all classes.
+``chunked_loss(F.cross_entropy, 8)`` has the log-probabilities of one chunk of rows at a time, and ``chunked_head(model,
+8)`` does so for each cross-entropy that a forward of the model takes. Where a linear layer made the logits, as their
+graph tells, there is no gradient of all logits either: in the backward pass a chunk's logits are made again from what
+the layer was given. Views, slices, copies and casts between the layer and the loss are followed. That logits come out
+as they were is seen in the forward, of all rows in a few classes, and of a few rows in all classes.
 
-Limits: the logits themselves are made whole, since a model may return them. Torch does not tell of hooks that are kept
-in the graph: one on logits that are cast before the loss, or that are gone when it is registered, is not called.
+Limits: the logits themselves are made whole, since a model may return them. A hook on logits that are cast before the
+loss, or that are gone when it is registered, is not called.
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ def chunked_head(model: Any, chunks: int) -> None:
 
 
 class _Headed(_forward.Replaced):
-    """The ``forward`` of a module whose losses are taken in chunks."""
-
     def __init__(self, module: Any, chunks: int) -> None:
         super().__init__(module)
         self.chunks = chunks
@@ -141,14 +138,12 @@ def _remembered(func: Any, args: Sequence[Any], made: Any) -> tuple[Any, _Layer]
 
 
 def _arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a cross-entropy by name."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
 def _why_not(given: dict[str, Any]) -> str | None:
-    """Return why the rows cannot be taken apart, None if they can."""
     logits, target, weight = given["input"], given["target"], given["weight"]
     if given["size_average"] is not None or given["reduce"] is not None:
         return "reduces in a way of the past: it is not taken in chunks"
@@ -285,26 +280,22 @@ def _layer_of(node: Any, logits: torch.Tensor, last: tuple[Any, _Layer] | None) 
         return None
     inputs, bias = node._saved_self if hasattr(node, "_saved_self") else node._saved_mat1, None
     if len(node.next_functions) == 3:  # of ``addmm``
-        leaf = _leaf_of(node.next_functions[0][0])
+        added = node.next_functions[0][0]
+        if added is not None and _kind_of(added) in _COPIES:
+            ((added, _),) = added.next_functions
+        leaf = getattr(added, "variable", None)
         if leaf is None or (node._saved_alpha, node._saved_beta) != (1, 1):
             raise StateError("what is added to the logits was computed")
         bias = leaf.to(inputs.dtype)  # as autocast does
-    # What hooks have unpacked may lie in no graph, or in another one.
-    if not all(map(_leads_to, (inputs, weight), node.next_functions[-2:])):
-        raise StateError("the layer was given something else than it has saved")
+    for tensor, (edge, _) in zip((inputs, weight), node.next_functions[-2:], strict=True):
+        # What hooks have unpacked may lie in no graph, or in another one.
+        if (
+            (edge is not tensor.grad_fn)
+            if tensor.grad_fn is not None
+            else (getattr(edge, "variable", None) is not tensor)
+        ):
+            raise StateError("the layer was given something else than it has saved")
     return _Layer(inputs, weight, bias, (False, torch.get_autocast_dtype(logits.device.type)))
-
-
-def _leaf_of(node: Any) -> torch.Tensor | None:
-    """Return the leaf that a layer was given for its bias, which autocast may have cast; None where it was computed."""
-    if node is not None and _kind_of(node) in _COPIES:
-        ((node, _),) = node.next_functions
-    return getattr(node, "variable", None)
-
-
-def _leads_to(tensor: torch.Tensor, edge: tuple[Any, int]) -> bool:
-    """Tell whether an edge of a graph is that of a tensor."""
-    return edge[0] is tensor.grad_fn if tensor.grad_fn is not None else getattr(edge[0], "variable", None) is tensor
 
 
 def _kind_of(node: Any) -> str:
@@ -313,7 +304,6 @@ def _kind_of(node: Any) -> str:
 
 
 def _shape_of(node: Any) -> torch.Size:
-    """Return the shape of what the forward of a node has made."""
     shape: torch.Size = node._input_metadata[0].shape
     return shape
 
@@ -383,22 +373,17 @@ class _OfLayer(torch.autograd.Function):
         own = [None if one is None else one.detach().requires_grad_(at in wanted) for at, one in enumerate(others, 1)]
         totals: list[Any] = [torch.zeros_like(inputs) if 0 in wanted else None, None, None]
         for rows, labels, of_part in _chunks_of(ctx.chunks, ctx.replay.rows, target, of_losses):
-            places = _places(rows, inputs.device)
+            if _forward.is_dry_run():
+                places = torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=inputs.device)
+            else:
+                places = rows.squeeze(1).to(inputs.device)
             with torch.enable_grad():
                 given = [inputs.detach()[places].requires_grad_(0 in wanted), *own]
                 losses = _losses_of(ctx.replay(*given), labels, ctx.options)
-            for at, grad in zip(
-                wanted, torch.autograd.grad(losses, [given[at] for at in wanted], of_part), strict=True
-            ):
+            grads = torch.autograd.grad(losses, [given[at] for at in wanted], of_part)
+            for at, grad in zip(wanted, grads, strict=True):
                 if at == 0:
                     totals[0].index_add_(0, places.flatten(), grad.flatten(0, -2))
                 else:
                     totals[at] = grad if totals[at] is None else totals[at].add_(grad)
         return None, None, None, None, None, *totals
-
-
-def _places(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return of which rows of its inputs a layer made the logits of a chunk."""
-    if _forward.is_dry_run():
-        return torch.zeros(rows.squeeze(1).shape, dtype=torch.int64, device=device)
-    return rows.squeeze(1).to(device)

@@ -1,13 +1,10 @@
 """Where objects are made in the cells: the calls, found and changed, and the places that new lines go to.
 
-Programs for several processes live in functions more often than others do (``def main(rank)``), where no object of the
-namespace leads to them. So calls are found by the name of the class, under the name that it was imported by; of calls
-that bind the same name in the same function, the last one is meant. An optimizer that the namespace holds is followed
-from its name: to the last statement outside of functions that binds it, and from there into a function of the notebook
-where one made it. Limits: classes that a helper returns, and names that are attributes.
-
-A line about a model stands behind the one that makes the model, or first in the function that is given it. The step of
-a training loop is its lines from the first that runs a model on: they are put under a ``with``, or changed.
+Calls are found by the name of the class, under the name that it was imported by, since no object of the namespace leads
+to what lives in functions; of calls that bind the same name in the same function, the last one is meant. An optimizer
+is followed from its name into the function of the notebook that made it. Limits: classes that a helper returns, and
+names that are attributes. A line about a model stands behind the one that makes it, or first in the function that is
+given it.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, need, root_of
+from oomdoctor.model import Cell, Cells, Edit, Patch, Refused
 from oomdoctor.model.code import OptimizerFacts, TrainingLoop
-from oomdoctor.model.fix import Edit, Patch
-from oomdoctor.model.session import Cell, Cells
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.arguments import last_binding
 from oomdoctor.program.dataflow import loop_at
@@ -68,12 +63,6 @@ class Call:
         """The place in words."""
         return f"line {self.line} of {self.cell}"
 
-    @property
-    def is_whole_value(self) -> bool:
-        """Whether the statement assigns what it makes and nothing else of it."""
-        statement = self.statement
-        return isinstance(statement, cst.SimpleStatementLine) and getattr(statement.body[0], "value", None) is self.node
-
     def is_live(self, cells: Cells) -> bool:
         """Whether what it makes is there before the failing cell begins, and not only in a function."""
         home = self.cell if self.around is None else self.bound_in
@@ -89,9 +78,8 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...]:
     for cell in (one for one in cells.history if mentions.search(one.source)):
         parsed = need(rewriting.read(cell.source))
         for node in (one for one in within(parsed.module, cst.Call) if last_name(one) in own):
-            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
-            if not path:
-                raise Unfit(f"line {parsed.lines_of(node)[0]} of {cell} calls it outside of a statement")
+            line = parsed.lines_of(node)[0]
+            path = need(rewriting.path_to(parsed, line), f"line {line} of {cell} calls it outside of a statement")
             one = _call(cell, parsed, node, path, own[last_name(node)])
             key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
             found.pop(key, None)
@@ -169,6 +157,16 @@ def exchanged(
     return rewriting.join(cells, edits)
 
 
+def changed(
+    cells: Cells, cell: Cell, changes: Mapping[cst.CSTNode, rewriting.New] | cst.Module, imports: Sequence[str] = ()
+) -> Patch | Refused:
+    """Return the cell with these nodes exchanged, or as it is to be, with what it has to import."""
+    parsed = need(rewriting.read(cell.source))
+    module = changes if isinstance(changes, cst.Module) else exchange(parsed.module, changes)
+    module = import_lines.insert_at_top(parsed, module, imports)
+    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+
+
 def advised(cell: Cell, parsed: rewriting.ParsedCell, module: cst.Module) -> Edit:
     """Return the change of a cell that is only advice and never run: what would be run for it is the whole cell."""
     after = need(rewriting.write(parsed, module))
@@ -191,7 +189,7 @@ def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:
 def keyword_text(call: cst.Call, name: str) -> str | None:
     """Return the text of what is passed by the keyword ``name``, None where nothing is."""
     given = keyword(call, name)
-    return None if given is None else code_of(given)
+    return None if given is None else text_of(given)
 
 
 def with_keyword(call: cst.Call, name: str, value: str, after: str | None = None) -> cst.Call:
@@ -199,11 +197,6 @@ def with_keyword(call: cst.Call, name: str, value: str, after: str | None = None
     if any(arg.star for arg in call.args):
         raise Unfit("the settings are unpacked from something that may hold this one already")
     return arguments.with_keyword(call, name, value, after)
-
-
-def code_of(node: cst.CSTNode) -> str:
-    """Return ``node`` as source text."""
-    return text_of(node).strip()
 
 
 class Owner(Protocol):
@@ -306,15 +299,14 @@ class StepLines:
 
     def under(self, context: str, last: int) -> cst.For | cst.While:
         """Return the loop with ``with context:`` around its lines from the first that runs a model to ``last``."""
-        block = under(self.parsed, context, self.lines[self.first : last + 1])
-        return self._of([*self.lines[: self.first], block, *self.lines[last + 1 :]])
+        return self._with([under(self.parsed, context, self.lines[self.first : last + 1])], last + 1)
 
     def preceded_by(self, line: str) -> cst.For | cst.While:
         """Return the loop with a line before the one that runs a model first."""
-        new = preceded(self.lines[self.first], line, self.parsed)
-        return self._of([*self.lines[: self.first], *new, *self.lines[self.first + 1 :]])
+        return self._with(preceded(self.lines[self.first], line, self.parsed), self.first + 1)
 
-    def _of(self, lines: Sequence[cst.BaseStatement]) -> cst.For | cst.While:
+    def _with(self, new: Sequence[cst.BaseStatement], end: int) -> cst.For | cst.While:
+        lines = [*self.lines[: self.first], *new, *self.lines[end:]]
         return self.loop.with_changes(body=rewriting.block(self.loop.body, lines))
 
 
@@ -339,8 +331,8 @@ def step_lines(parsed: rewriting.ParsedCell, facts: TrainingLoop, runners: Colle
     loop, node = rewriting.loop_at(parsed, facts.line), loop_at(parsed.tree, facts.line)
     if loop is None or node is None:
         raise Unfit(f"{facts.where} is not a loop that can be rewritten")
-    running = (at for at, one in enumerate(node.body) if runs(one, {*facts.models, *runners}))
-    first = need(next(running, None), "the model is not called by a statement of the loop itself")
+    running = [at for at, one in enumerate(node.body) if runs(one, {*facts.models, *runners})]
+    first, *_ = need(running, "the model is not called by a statement of the loop itself")
     return StepLines(parsed=parsed, loop=loop, node=node, lines=rewriting.lines_apart(loop), first=first)
 
 

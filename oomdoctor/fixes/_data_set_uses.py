@@ -117,7 +117,6 @@ class Uses:
             waiting += [(child, (node, *above)) for child in reversed(node.children)]
 
     def _follow(self, name: str, since: Spot, *, is_set: bool = False) -> None:
-        """Take in what is done with a name after a line."""
         for page in range(since.page, len(self._pages)):
             for one in self._below(page, cst.Name):
                 around, parent = one.above, one.above[0]

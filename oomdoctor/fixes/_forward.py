@@ -3,14 +3,11 @@
 A replacement is an instance attribute, a bound method as the original is, so that ``copy.deepcopy`` and ``pickle`` of a
 model in its scope give a model of its own, and keys of ``state_dict`` stay what they are.
 
-``recompute(model, "layer1.0", "features[0:3]")`` marks modules that trade time for memory. A marked one keeps its
-inputs alone, and the state of torch's random number generators, so that dropout draws the same masks again. Unlike with
-plain ``torch.utils.checkpoint``, running statistics of normalisation layers count each batch once, and a forward that
-changes anything else of its own is an error when it is first run again.
-
-Limits: recomputing puts back the state of torch's own generators alone, so what draws from another one draws other
-numbers; a state that a forward keeps outside of its module (a global list, a file) is changed twice. The trial of a
-change shows both.
+``recompute(model, "layer1.0", "features[0:3]")`` marks modules that keep their inputs alone, and the state of torch's
+random number generators, so that dropout draws the same masks again. Unlike with plain ``torch.utils.checkpoint``,
+running statistics of normalisation layers count each batch once, and a forward that changes anything else of its own is
+an error when it is first run again. Limits: generators of the user's own, and what a forward keeps outside of its
+module (a global list, a file). The trial of a change shows both.
 """
 
 from __future__ import annotations

@@ -27,14 +27,13 @@ from oomdoctor.fixes._micro_statements import (
     makes_tensor,
     moves_only,
     only_counted,
-    order_of,
     reads_of,
     selects,
     takes_out,
     units_of,
 )
 from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called, scalar_names
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._preconditions import Unfit, need
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first
@@ -48,10 +47,9 @@ class Split:
     """What is known of the names and objects that the region uses.
 
     Attributes:
-        batch: names that hold the batch where the region begins.
+        batch: names that hold the batch where the region begins; ``dim``: its dimension.
         makes_graph: whether an expression calls a model.
         plain: names that hold no tensor: modules, functions, models, constants.
-        dim: the dimension of the batch.
     """
 
     batch: tuple[str, ...]
@@ -73,14 +71,11 @@ class Step:
         kind: ``tensors`` (each name is one), ``dict`` or ``list`` (one name holds several).
         key: source text of an entry that is taken of that one name, empty where none is by itself.
         places: where each statement goes, by its identity: ``before``, ``inner`` or ``after``.
-        losses: by the identity of each statement with ``backward``, the reduction of its loss: mean or sum, over all or
-            over the counted entries of a target.
-        loss: the name of the loss, None if ``backward`` is called on an expression.
-        keeps_loss: the loss is used after the step.
+        losses: by the identity of each statement with ``backward``, how its loss reduces.
+        loss: the name of the loss, None if ``backward`` is called on an expression; ``keeps_loss``: it is used later.
         gathered: names whose parts are joined again because they are used after the step.
         carried: those of ``names`` that the region changes, which are joined likewise.
         summed: numbers that are used after the step, without graph, and whether each is a mean over its part's samples.
-        dim: the dimension of the batch.
         is_plain: tensors in dimension 0 that nothing has made in the program: they may be cut by ``chunk``.
     """
 
@@ -101,26 +96,20 @@ class Step:
 def plan(
     region: Region, split: Split, weigh: str = "", *, late: bool = False, following: Sequence[Region] = ()
 ) -> Step:
-    """Return the plan for ``region``.
+    """Return the plan for ``region``; raise ``Unfit`` where it cannot be taken apart with its meaning kept.
 
     Args:
         following: the regions behind it in its block, which need the graph of what they share with it.
         weigh: what the loss is a mean or a sum over: ``counted``, ``sum`` or ``rows``; empty to read it.
         late: begin the parts where the model is called: what is made of the batch before is made of all of it.
-
-    Raises:
-        Unfit: the step cannot be taken apart with its meaning kept.
     """
     needed = set[str]()
-    for one in following:
-        other = _Planner(one, split, late=late)
+    for other in (_Planner(one, split, late=late) for one in following):
         needed |= read_first([unit for unit in other.units if id(unit) in other.leading], loops_run=False)
     return _Planner(region, split, late=late, shared=needed).step(weigh)
 
 
 class _Planner:
-    """Sorts the statements of one region."""
-
     def __init__(self, region: Region, split: Split, *, late: bool, shared: Collection[str] = ()) -> None:
         self._region, self._split, self._shared = region, split, set(shared)
         self.units = list(units_of(region.body))
@@ -143,7 +132,8 @@ class _Planner:
         taken, hoisted = self._unpacked()
         out = set(hoisted)
         while True:
-            names = (*dict.fromkeys((*self._begin(taken, hoisted), *self._made(hoisted - out), *carried)),)
+            made = [name for unit in self.units if id(unit) in hoisted - out for name in bound(unit)]
+            names = (*dict.fromkeys((*self._begin(taken, hoisted), *made, *carried)),)
             places = self._sorted(names, hoisted, again)
             inner = [unit for unit in self.units if places[id(unit)] == "inner"]
             used = self._used(places)
@@ -156,9 +146,9 @@ class _Planner:
             if not loose:
                 break
             for name in sorted(loose):
-                made = [unit for unit in self.units if places[id(unit)] == "before" and name in binds_of(unit)]
-                if made and is_literal(made[-1]) and id(made[-1]) not in again:
-                    again.add(id(made[-1]))
+                before = [unit for unit in self.units if places[id(unit)] == "before" and name in binds_of(unit)]
+                if before and is_literal(before[-1]) and id(before[-1]) not in again:
+                    again.add(id(before[-1]))
                 elif name in carried or name in self._split.plain:
                     raise Unfit(f"`{name}` is carried from one part to the next")
                 else:
@@ -166,8 +156,7 @@ class _Planner:
         # What a round has from the one before, it hands on to the next.
         carried += [name for name in names if name in written & self._from_before and name not in carried]
         names = tuple(name for name in names if any(name in reads(unit) for unit in inner))
-        if not names:
-            raise Unfit("no name is known to hold the batch")
+        need(names, "no name is known to hold the batch")
         return self._of(names, places, inner, used, weigh, [name for name in carried if name in names])
 
     def _of(
@@ -207,10 +196,10 @@ class _Planner:
         made -= {self._loss, *names}
         wanted = made & used
         left = sorted(made if top_level else wanted)
-        scalars = {name: value for name in left if (value := samples.names.get(name)) and value.shape in SCALARS}
         summed = {
             name: (name if value.is_number else f"{name}.detach()", value.shape is Shape.MEAN)
-            for name, value in scalars.items()
+            for name in left
+            if (value := samples.names.get(name)) and value.shape in SCALARS
         }
         keeps = self._loss is not None and ("." in self._loss or self._loss in used or top_level)
         return Step(
@@ -247,7 +236,6 @@ class _Planner:
         return {*names} <= {*self._split.batch, *taken} and not any(bound(unit) & {*names} for unit in made)
 
     def _lead(self) -> set[int]:
-        """Return the statements that lead to the loss."""
         needed, found = set[str](), set[int]()
         for unit in reversed(self.units):
             if id(unit) in self._backwards or binds_of(unit) & needed:
@@ -278,17 +266,13 @@ class _Planner:
         given, first = (name for unit in graph for name in data_of(unit, self._batch)), read_first(graph)
         return tuple(name for name in given if name in first and name not in self._split.plain)
 
-    def _made(self, hoisted: set[int]) -> tuple[str, ...]:
-        """Return the names that statements make which were put before the parts."""
-        return tuple(name for unit in self.units if id(unit) in hoisted for name in bound(unit))
-
     def _unpacked(self) -> tuple[tuple[str, ...], set[int]]:
         """Return the names that hold the tensors of the batch, and the statements that took them out of it."""
         out, places = list[str](), set[int]()
         for name in self._batch:
             readers = [unit for unit in self.units if name in reads(unit)]
             takes = [unit for unit in readers if isinstance(unit, ast.Assign) and takes_out(unit, name)]
-            got = [one for unit in takes for one in order_of(unit.targets[0])]
+            got = [one.id for unit in takes for one in ast.walk(unit.targets[0]) if isinstance(one, ast.Name)]
             if takes and len(takes) == len(readers) and name not in got:
                 out += got
                 places |= {id(unit) for unit in takes}
@@ -297,7 +281,6 @@ class _Planner:
         return tuple(dict.fromkeys(out)), places
 
     def _sorted(self, names: Sequence[str], hoisted: set[int], again: set[int]) -> dict[int, str]:
-        """Return where each statement goes."""
         tainted, places = set[str]() if self._is_late else set(names), dict[int, str]()
         behind: list[ast.stmt] = []
         for at, unit in enumerate(self.units):
@@ -335,8 +318,7 @@ class _Planner:
                 self._check_heads(inner, tainted)
 
     def _check_after(self, node: ast.stmt) -> None:
-        leaves = any(isinstance(part, ast.Continue | ast.Break | ast.Return | ast.Raise) for part in ast.walk(node))
-        if leaves:
+        if any(isinstance(part, ast.Continue | ast.Break | ast.Return | ast.Raise) for part in ast.walk(node)):
             raise Unfit(f"line {node.lineno} decides between the batch and backward how the step goes on")
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and called(part.func) in self._split.models:
@@ -362,12 +344,11 @@ class _Planner:
                 continue
             binds = binds_of(unit) - {self._loss}
             is_data = id(unit) not in self._graph if self._graph else moves_only(unit, MOVES) or counts_only(unit)
-            if binds & wanted or (not is_data and binds & self._shared):
+            is_wanted = bool(binds & wanted) or (not is_data and bool(binds & self._shared))
+            if is_data and not is_wanted and (found := binds & used):
+                moves = moves_only(unit, TO_DEVICE) and found <= {*names}
+                is_wanted = not moves or not all(only_counted(rest, name) for name in found)
+            if is_wanted:
                 more.add(id(unit))
                 wanted |= reads_of(unit)
-            elif is_data and (found := binds & used):
-                moves = moves_only(unit, TO_DEVICE) and found <= {*names}
-                if not moves or not all(only_counted(rest, name) for name in found):
-                    more.add(id(unit))
-                    wanted |= reads_of(unit)
         return more

@@ -147,50 +147,44 @@ def counts_only(node: ast.stmt) -> bool:
 
 
 def takes_out(node: ast.Assign, batch: str) -> bool:
-    target, value = node.targets[0], node.value
-    if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
-        return all(_is_item(unmoved(part), batch) for part in value.elts)
-    if isinstance(target, ast.Tuple):
-        return isinstance(value, ast.Name) and value.id == batch
-    return isinstance(target, ast.Name) and _is_item(unmoved(value), batch)
+    match node.targets[0], node.value:
+        case ast.Tuple(), ast.Tuple(elts=parts):
+            return all(_is_item(unmoved(part), batch) for part in parts)
+        case ast.Tuple(), value:
+            return isinstance(value, ast.Name) and value.id == batch
+        case ast.Name(), value:
+            return _is_item(unmoved(value), batch)
+    return False
 
 
 def _is_item(node: ast.expr, batch: str) -> bool:
-    return (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == batch
-        and isinstance(node.slice, ast.Constant)
-    )
-
-
-def order_of(target: ast.expr) -> list[str]:
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant()):
+            return name == batch
+    return False
 
 
 def kind_of_batch(block: Sequence[ast.stmt], names: Sequence[str], functions: Mapping[str, ast.FunctionDef]) -> str:
-    if len(names) != 1:
-        return "tensors"
-    for part, name in _uses(block, names[0], functions):
-        if isinstance(part, ast.Subscript) and called(part.value) == name and isinstance(part.slice, ast.Constant):
-            return "dict" if isinstance(part.slice.value, str) else "list"
-        if isinstance(part, ast.keyword) and part.arg is None and called(part.value) == name:
-            return "dict"
-        if isinstance(part, ast.Call) and called(part.func) in {f"{name}.items", f"{name}.pop"}:
-            return "dict"
-        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Tuple) and called(part.value) == name:
-            return "list"
+    for part, name in _uses(block, names[0], functions) if len(names) == 1 else ():
+        match part:
+            case ast.Subscript(value=of, slice=ast.Constant(value=key)) if called(of) == name:
+                return "dict" if isinstance(key, str) else "list"
+            case ast.keyword(arg=None, value=of) if called(of) == name:
+                return "dict"
+            case ast.Call(func=ast.Attribute(value=of, attr="items" | "pop")) if called(of) == name:
+                return "dict"
+            case ast.Assign(targets=[ast.Tuple(), *_], value=of) if called(of) == name:
+                return "list"
     return "tensors"
 
 
 def key_of(block: Sequence[ast.stmt], name: str, functions: Mapping[str, ast.FunctionDef]) -> str:
     """Return the first constant that ``name`` is subscripted with, empty where there is none."""
-    taken = (
-        part
-        for part, of in _uses(block, name, functions)
-        if isinstance(part, ast.Subscript) and called(part.value) == of
-    )
-    return next((ast.unparse(one.slice) for one in taken if isinstance(one.slice, ast.Constant)), "")
+    for part, of in _uses(block, name, functions):
+        match part:
+            case ast.Subscript(value=value, slice=ast.Constant() as key) if called(value) == of:
+                return ast.unparse(key)
+    return ""
 
 
 def _uses(

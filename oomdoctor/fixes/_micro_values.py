@@ -50,10 +50,12 @@ def called(node: ast.AST) -> str:
 
 def loss_made_by(node: ast.AST) -> LossForm | None:
     """Return the loss that a constructor such as ``nn.CrossEntropyLoss(reduction="sum")`` makes, if it is one."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"to", "cuda"}:
-        node = node.func.value
-    name = called(node.func) if isinstance(node, ast.Call) else ""
-    return function_form(node) if isinstance(node, ast.Call) and name.endswith("Loss") else None
+    match node:
+        case ast.Call(func=ast.Attribute(value=made, attr="to" | "cuda")):
+            return loss_made_by(made)
+        case ast.Call(func=func) if called(func).endswith("Loss"):
+            return function_form(node)
+    return None
 
 
 def function_form(call: ast.Call) -> LossForm | None:
@@ -91,11 +93,9 @@ class Value:
 
     Attributes:
         counted: for a mean over the entries of a target alone that differ from a number: the texts of both.
-        model: the type of the model that returned it; ``labels``: source text, over the batch, of the labels that it
-            was given by name.
-        is_number: of a scalar: one of Python's, and no tensor.
+        model: the type of the model that returned it; ``labels``: source text of those that it was given by name.
+        is_number: of a scalar: one of Python's, and no tensor; ``is_mixed``: a mean added to a sum.
         entries: source text, over the batch as it came, of what has the same entries in whatever shape and order.
-        is_mixed: of a scalar: a mean added to a sum, so that parts of neither kind add up to it.
     """
 
     shape: Shape
@@ -125,12 +125,10 @@ class Samples:
     """Follows one step.
 
     Attributes:
-        names: the values of names, filled while statements are followed.
-        models: class name of the model that each source text calls.
-        losses: the loss that each source text calls.
+        names: the values of names, filled while statements are followed; ``scalars``: those that are certain to be.
+        models: class name of the model that each source text calls; ``losses``: the loss that it calls.
         functions: functions of the cells by their names, which are followed where they are called.
         masks_targets: whether -100 may stand in a target, which cross entropy passes over.
-        scalars: names that are certain to stand for scalars.
     """
 
     names: dict[str, Value]
@@ -145,25 +143,19 @@ class Samples:
         if isinstance(node, ast.With | ast.If | ast.For):
             for inner in (*node.body, *getattr(node, "orelse", ())):
                 self.follow(inner)
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value)
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
-            self._assign(node.target, node.value)
         elif self._depends(node):
             self.names.update(dict.fromkeys(bound(node), _ROWS))
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if not isinstance(target, ast.Tuple | ast.List):
-            if isinstance(target, ast.Name):
-                self._bind(target.id, self.value(value))
-            return
-        for at, part in enumerate(target.elts):
+        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else None
+        for at, part in enumerate([target] if parts is None else parts):
             if isinstance(part, ast.Name):
-                self._bind(part.id, self._item(value, at, len(target.elts)))
-
-    def _bind(self, name: str, value: Value) -> None:
-        self.names[name] = _MEAN if value.shape is Shape.ROWS and name in self.scalars else value
+                found = self.value(value) if parts is None else self._item(value, at, len(parts))
+                is_scalar = found.shape is Shape.ROWS and part.id in self.scalars
+                self.names[part.id] = _MEAN if is_scalar else found
 
     def _item(self, value: ast.expr, at: int, length: int) -> Value:
         """Return what one of several names is bound to that a value is taken apart into."""
@@ -184,7 +176,7 @@ class Samples:
         texts = {one: called(value) for one, value in given.items()}
         inside = replace(
             self,
-            names={**self.names, **{one: self.value(value) for one, value in given.items()}},
+            names=self.names | {one: self.value(value) for one, value in given.items()},
             models={**self.models, **{one: self.models[text] for one, text in texts.items() if text in self.models}},
             losses={**self.losses, **{one: self.losses[text] for one, text in texts.items() if text in self.losses}},
             functions={one: node for one, node in self.functions.items() if node is not function},
@@ -238,32 +230,26 @@ class Samples:
         if name in self.functions:
             returned = self._returned(node)
             return returned[0] if len(returned) == 1 else _ROWS
-        method = node.func.attr if isinstance(node.func, ast.Attribute) else name
+        of, method = (node.func.value, node.func.attr) if isinstance(node.func, ast.Attribute) else (None, name)
         if "loss" in method.lower() or "criterion" in method.lower():
             return _MEAN
-        of = node.func.value if isinstance(node.func, ast.Attribute) else None
-        is_method = of is not None and self._depends(of)
-        whole = not node.keywords and len(node.args) == (0 if is_method else 1)
-        if whole and method in ("mean", "sum"):
+        base = self.value(of) if of is not None else _PLAIN
+        is_method = base is not _PLAIN
+        if method in {"mean", "sum"} and not node.keywords and len(node.args) == (0 if is_method else 1):
             return _MEAN if method == "mean" else _SUM
-        if name in {"float", "int"} and len(node.args) == 1 and (base := self.value(node.args[0])).shape in SCALARS:
+        if name in {"float", "int"} and len(node.args) == 1:
+            base = self.value(node.args[0])
+        if (name in {"float", "int"} or method in _NUMBERS) and base.shape in SCALARS:
             return replace(base, is_number=True)
         if name == "len" or (method == "size" and [*map(ast.unparse, node.args)] == ["0"]):
             return _COUNT
-        if is_method and of is not None:
-            base = self.value(of)
-            if method in _NUMBERS and base.shape in SCALARS:
-                return replace(base, is_number=True)
-            if base.shape is Shape.BATCH and method != "pop":
-                return base
-            return replace(_ROWS, entries=base.entries if method in _KEEPS_ENTRIES else None)
-        return _ROWS
+        if base.shape is Shape.BATCH and is_method and method != "pop":
+            return base
+        return replace(_ROWS, entries=base.entries if is_method and method in _KEEPS_ENTRIES else None)
 
     def _loss(self, node: ast.Call, form: LossForm) -> Value:
-        if form.reduction == "none":
-            return _ROWS
-        if form.reduction == "sum":
-            return _SUM
+        if form.reduction in {"none", "sum"}:
+            return _SUM if form.reduction == "sum" else _ROWS
         named = [keyword.value for keyword in node.keywords if keyword.arg in {"target", "labels"}]
         target = named[0] if named else node.args[-1] if node.args else node
         ignored = _IGNORED if form.ignored is None else form.ignored
@@ -285,20 +271,15 @@ class Samples:
         if left.shape is Shape.SUM and right.shape is Shape.COUNT and isinstance(node.op, ast.Div):
             return _MEAN
         scalars = [value for value in (left, right) if value.shape in SCALARS]
-        if len(scalars) == 2 and Shape.ROWS not in (left.shape, right.shape):
-            is_mixed = left.shape is not right.shape and isinstance(node.op, ast.Add | ast.Sub)
-            is_mixed = is_mixed or left.is_mixed or right.is_mixed
-            return replace(min(scalars, key=lambda value: value.shape is Shape.SUM), is_mixed=is_mixed)
-        return scalars[0] if scalars and Shape.ROWS not in (left.shape, right.shape) else _ROWS
+        if not scalars or Shape.ROWS in (left.shape, right.shape):
+            return _ROWS
+        is_mixed = len(scalars) == 2 and left.shape is not right.shape and isinstance(node.op, ast.Add | ast.Sub)
+        is_mixed = is_mixed or any(value.is_mixed for value in scalars)
+        return replace(min(scalars, key=lambda value: value.shape is Shape.SUM), is_mixed=is_mixed)
 
 
 def scalar_names(losses: Iterable[ast.expr], units: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names of what losses are made of by arithmetic alone: they have no dimension, as the losses have none.
-
-    Args:
-        losses: what ``backward`` is called on.
-        units: the statements that make them, in order.
-    """
+    """Return the names of what losses are made of in ``units`` by arithmetic alone: they have no dimension either."""
     names = {name for loss in losses for name in _operands(loss)}
     for unit in reversed(units):
         if isinstance(unit, ast.Assign) and names.intersection(bound(unit)) and isinstance(unit.targets[0], ast.Name):

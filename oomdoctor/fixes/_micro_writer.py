@@ -21,24 +21,22 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 Block: TypeAlias = cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite
 
 
-def block_at(parsed: rewriting.ParsedCell, region: Region) -> Block | None:
+def block_at(parsed: rewriting.ParsedCell, region: Region) -> Block:
     """Return the block that a region is a stretch of."""
     first = region.block[0]
-    for node, where in parsed.positions.items():
+    for node in parsed.positions:
         if isinstance(node, cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite) and node.body:
             start = parsed.positions[node.body[0]].start
-            if start.line == first.lineno and start.column == first.col_offset and where.end.line:
+            if (start.line, start.column) == (first.lineno, first.col_offset):
                 return node
-    return None
+    raise Unfit("the step is not where it was found before")
 
 
 class Writer:
     """Writes one region anew from its plan.
 
     Args:
-        by: the name of ``batch_parts``, where the batch is more than tensors, the step draws random numbers, or DDP
-            exchanges gradients.
-        join: the name of ``join_parts``, where something is carried through the region.
+        by: the name of ``batch_parts``, where it cuts; ``join``: that of ``join_parts``.
         ddp: the expression for the model that DDP wraps, where one is called.
         ending: a line that each part ends with, empty for none.
     """
@@ -86,9 +84,12 @@ class Writer:
         pairs = list(zip(self._region.body, lines, strict=True))
         of_part = _renamed(cst.IndentedBlock(body=lines), self._micro).body
         inner = self._chosen(list(zip(self._region.body, of_part, strict=True)), "inner")
-        inner[0], gap = _without_gap(inner[0])
+        # Blank lines above the first statement of a part come to stand above the loop over parts.
+        above = list(getattr(inner[0], "leading_lines", ()))
+        blank = next((at for at, one in enumerate(above) if one.comment is not None), len(above))
+        inner[0] = inner[0].with_changes(leading_lines=above[blank:])
         opened = [*self._statements(start), self._inner(inner)]
-        opened[0] = opened[0].with_changes(leading_lines=(*gap, *opened[0].leading_lines))
+        opened[0] = opened[0].with_changes(leading_lines=(*above[:blank], *opened[0].leading_lines))
         before, after = self._chosen(pairs, "before"), self._chosen(pairs, "after")
         return [*before, *opened, *self._statements(end), *after]
 
@@ -135,16 +136,13 @@ class Writer:
 
     def _inner(self, lines: list[cst.BaseStatement]) -> rewriting.Statement:
         step, (head, first) = self._step, self._opening
-        body = [*self._statements(first), *lines]
-        if step.keeps_loss:
-            body += self._statements([f"{self._sum} += {step.loss}.detach()"])
+        end = [f"{self._sum} += {step.loss}.detach()"] if step.keeps_loss else []
         for name, (value, is_mean) in step.summed.items():
-            share = f" * ({self._share()})" if is_mean else ""
-            body += self._statements([f"{self._sums[name]} += {value}{share}"])
+            end.append(f"{self._sums[name]} += {value}{f' * ({self._share()})' if is_mean else ''}")
         for name, parts in self._lists.items():
             kept = self._micro[name] if name in step.carried else name if step.dim else f"{name}.detach()"
-            body += self._statements([f"{parts}.append({kept})"])
-        body += self._statements(self._ending)
+            end.append(f"{parts}.append({kept})")
+        body = [*self._statements(first), *lines, *self._statements([*end, *self._ending])]
         comment = f"# In {self._parts} parts: the gradients of the whole batch, the activations of one part at a time."
         (loop,) = self._statements([f"{head}:", "    pass"])
         loop = cst.ensure_type(loop, cst.For)
@@ -152,7 +150,6 @@ class Writer:
         return loop.with_changes(leading_lines=(above,), body=loop.body.with_changes(body=body))
 
     def _head(self) -> tuple[str, list[str]]:
-        """Return the head of the inner loop and the statements that it begins with."""
         step, first = self._step, list[str]()
         head = f"for {', '.join(self._micro.values())} in "
         if self._by:
@@ -226,24 +223,13 @@ class Writer:
         return rewriting.statements("\n".join(lines) + "\n", self._parsed) if lines else ()
 
 
-def _without_gap(line: cst.BaseStatement) -> tuple[cst.BaseStatement, Sequence[cst.EmptyLine]]:
-    """Return a statement without the blank lines above it and above its comments, and those lines."""
-    above = list(getattr(line, "leading_lines", ()))
-    blank = next((at for at, one in enumerate(above) if one.comment is not None), len(above))
-    return line.with_changes(leading_lines=above[blank:]), above[:blank]
-
-
 def _loss_node(call: cst.Call) -> cst.BaseExpression:
     """Return the expression that ``backward`` is called on: ``loss``, also in ``scaler.scale(loss).backward()``."""
     if call.args:
         return call.args[0].value
-    receiver = cst.ensure_type(call.func, cst.Attribute).value
-    if (
-        isinstance(receiver, cst.Call)
-        and isinstance(receiver.func, cst.Attribute)
-        and receiver.func.attr.value == "scale"
-    ):
-        return receiver.args[0].value
+    match receiver := cst.ensure_type(call.func, cst.Attribute).value:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value="scale")), args=[scaled, *_]):
+            return scaled.value
     return receiver
 
 

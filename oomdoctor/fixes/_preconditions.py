@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce, wraps
 from typing import Final, ParamSpec, TypeVar
 
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Proposal
-from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import Holding, HostMemory, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import child_path
 
 Found = TypeVar("Found")
@@ -31,12 +27,17 @@ class Unfit(Exception):
 
 
 def need(found: Found | Refused | None, why: str = "") -> Found:
-    """Return what was found; raise ``Unfit`` where it was refused, or is not there, which ``why`` tells."""
+    """Return what was found; raise ``Unfit`` where it was refused, or is nothing: None, no bytes, none of several."""
     if isinstance(found, Refused):
         raise Unfit(found.reason)
-    if found is None:
+    if not found:
         raise Unfit(why)
     return found
+
+
+def refused(why: str) -> Callable[..., Refused]:
+    """Return a ``patch`` for what the source cannot carry."""
+    return lambda cells, evidence, dose: Refused(why)
 
 
 def check(why: str | None) -> None:
@@ -63,12 +64,10 @@ def proposing(
 ) -> Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]:
     """Return what gives the proposals that ``propose`` yields, or a refusal where it raises ``Unfit``."""
 
+    @refusing
     @wraps(propose)
-    def asked(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
-        try:
-            return tuple(propose(incident, evidence))
-        except Unfit as why:
-            return Refused(str(why))
+    def asked(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
+        return tuple(propose(incident, evidence))
 
     return asked
 
@@ -77,7 +76,7 @@ def fitting(counts: Sequence[int], evidence: Evidence) -> list[int]:
     """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
     rows = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
     found = [count for count in counts if count <= max(rows, default=count)]
-    return need(found or None, "the batch has one sample: there is nothing to split")
+    return need(found, "the batch has one sample: there is nothing to split")
 
 
 def in_parts_of(
@@ -119,7 +118,6 @@ NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 _OPTIMIZERS: Final = "torch/optim/"
 _OF_STEP: Final = re.compile(r"torch/optim/|_multi_tensor_|_foreach_")
-_STEP: Final = re.compile(r"\.step\(")
 _LAYERS: Final = "torch/nn/"
 _OF_LIBRARY: Final = re.compile(r"[\w.+-]+[/\\]")
 """A file of an installed package, which may run a model that the cells do not show."""
@@ -129,8 +127,10 @@ _LEAST_RATIO: Final = 0.05
 
 def check_short(incident: Incident, evidence: Evidence) -> None:
     """Raise ``Unfit`` where fewer activations of a model would not have helped."""
-    frame = incident.framework_frame or ""
-    if _runs_none(evidence) and frame and not _OF_LIBRARY.match(frame):
+    frame, code = incident.framework_frame or "", evidence.code
+    # What a trainer of a library does is not seen in the cells.
+    runs_none = code.runs_model is False and not code.trainers and not any(loop.in_failing_run for loop in code.loops)
+    if runs_none and frame and not _OF_LIBRARY.match(frame):
         raise Unfit("the failing cell calls no model, as far as can be seen")
     check_not_stepping(incident, evidence)
 
@@ -145,16 +145,8 @@ def check_not_stepping(incident: Incident, evidence: Evidence) -> None:
 
 def in_the_step(incident: Incident) -> bool:
     """Whether the memory ran out within an optimizer's step."""
-    if incident.framework_frame is not None and _OF_STEP.search(incident.framework_frame):
-        return True
     lines = [line.source_line for line in (incident.inner, incident.cell) if line is not None]
-    return any(map(_STEP.search, lines))
-
-
-def _runs_none(evidence: Evidence) -> bool:
-    """Whether it was seen that no model runs; what a trainer of a library does is not seen in the cells."""
-    code = evidence.code
-    return code.runs_model is False and not code.trainers and not any(loop.in_failing_run for loop in code.loops)
+    return _OF_STEP.search(incident.framework_frame or "") is not None or any(".step(" in line for line in lines)
 
 
 def check_training(evidence: Evidence) -> None:
@@ -169,7 +161,7 @@ def check_training(evidence: Evidence) -> None:
 
 def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:
     """Return what was found that a fix mends, at least one; ``why`` is said where there is none."""
-    return need(evidence.code.sites.get(fix) or None, why)
+    return need(evidence.code.sites.get(fix), why)
 
 
 def listed(names: Iterable[str], word: str = "and") -> str:
@@ -192,9 +184,7 @@ def hangs_on(holding: Holding, name: str) -> bool:
 def running_loops(evidence: Evidence) -> list[TrainingLoop]:
     """Return the training loops of the failing run, at least one."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
-    if not loops:
-        raise Unfit("no training loop was found in what the cell runs")
-    return loops
+    return need(loops, "no training loop was found in what the cell runs")
 
 
 def found_or_asked(incident: Incident, evidence: Evidence) -> int:
@@ -215,19 +205,16 @@ def found_or_asked(incident: Incident, evidence: Evidence) -> int:
 def model_facts(code: CodeFacts, loop: TrainingLoop, text: str) -> ModelFacts | None:
     """Return the facts of the model that the loop calls ``text``, None if the namespace shows no object for it."""
     path = dict(loop.stands_for).get(text, text)
-    exact = [model for model in code.models if model.path == path]
-    if not exact and path.startswith("self."):
-        exact = [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
-    exact = exact or [model for model in code.local_models if model.path == path]
-    return exact[0] if len(exact) == 1 else None
+    found = [model for model in code.models if model.path == path]
+    if path.startswith("self."):
+        found = found or [model for model in code.models if model.path.endswith(path.removeprefix("self"))]
+    found = found or [model for model in code.local_models if model.path == path]
+    return found[0] if len(found) == 1 else None
 
 
 def why_no_parts(code: CodeFacts, loop: TrainingLoop) -> str | None:
     """Return why this loop's batch cannot be taken apart, as far as facts tell."""
-    for text in loop.models:
-        model = model_facts(code, loop, text)
-        if model is None:
-            continue
+    for model in filter(None, (model_facts(code, loop, text) for text in loop.models)):
         if model.training and model.batch_norm:
             return f"{layer(model, model.batch_norm[0])} normalises over the batch in training mode"
         if (why := takes_note(model, own=True)) is not None:
@@ -245,12 +232,7 @@ def couples(model: ModelFacts) -> str | None:
 
 
 def takes_note(model: ModelFacts, *, own: bool) -> str | None:
-    """Return what would be of each part of a batch in the place of the whole, None where nothing is known to be.
-
-    Args:
-        model: what is run.
-        own: whether the hooks of the model itself would be called for each part as well.
-    """
+    """Return what would be of each part of a batch in the place of the whole: hooks, the model's ``own`` as well."""
     if (hooked := next((name for name in model.hooked if name or own), None)) is not None:
         return f"{layer(model, hooked)} has forward hooks, which would be called for each part of a batch"
     if model.leaves:
@@ -293,26 +275,16 @@ def is_opened(cells: Cells, name: str) -> bool:
 
 
 def check_host_room(evidence: Evidence, size: int, *, is_simulated: bool = False) -> None:
-    """Raise ``Unfit`` where ``size`` bytes of the device in question cannot go to host memory.
-
-    Args:
-        is_simulated: whether the virtual accelerator knows of host memory what the change asks of it.
-    """
+    """Raise ``Unfit`` where ``size`` bytes cannot go to host memory; ``is_simulated``: nor on the virtual device."""
     if evidence.device.tensor_device == "cpu" and not (is_simulated and evidence.device.simulated):
         if evidence.device.simulated:
             raise Unfit("the simulated GPU counts host memory: moving tensors there frees nothing on this machine")
         raise Unfit("the tensors are in host memory already")
-    room = _room(evidence.host)
-    if room is not None and room < size:
-        raise Unfit(f"host memory has {format_size(room)} left, and {format_size(size)} would have to go there")
-
-
-def _room(host: HostMemory) -> int | None:
-    """Return what is left on the host, by the strictest count that could be read."""
-    pairs = ((host.cgroup_limit, host.cgroup_used), (host.process_limit, host.process_used))
-    left = [limit - used for limit, used in pairs if isinstance(limit, int) and isinstance(used, int)]
-    left += [host.available] if isinstance(host.available, int) else []
-    return max(min(left), 0) if left else None
+    host = evidence.host
+    pairs = ((host.cgroup_limit, host.cgroup_used), (host.process_limit, host.process_used), (host.available, 0))
+    room = [max(limit - used, 0) for limit, used in pairs if isinstance(limit, int) and isinstance(used, int)]
+    if room and min(room) < size:
+        raise Unfit(f"host memory has {format_size(min(room))} left, and {format_size(size)} would have to go there")
 
 
 ROUNDS: Final = {

@@ -134,7 +134,6 @@ class _Search:
         return self._tree.rows[path].in_place
 
     def _again(self, part: Part, states: list[Choice]) -> list[Choice]:
-        """Return the states with a part recomputed."""
         if self._limit is None or part.kept <= part.output:
             return []
         backward = part.kept + _GRADIENTS * part.largest - part.output
@@ -145,7 +144,6 @@ class _Search:
         ]
 
     def _keep(self, own: int, output: int, states: list[Choice]) -> list[Choice]:
-        """Return the states with what a call has made kept."""
         backward = own + (_GRADIENTS - 1) * output  # what it gave out is gone with the call that read it
         return [
             Choice(one.kept + own, one.cost, max(one.peak, one.kept + backward), one.parts)

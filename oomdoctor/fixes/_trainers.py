@@ -1,14 +1,12 @@
 """Fixes made through the settings of a trainer: what each is called there, what it promises, and what writes it.
 
-A trainer's loop is in no cell, so fixes that rewrite loops find nothing to do. What they stand for is a keyword of the
-call that makes its settings. Only that call is changed, and the loader's batch size where the trainer is handed a
-loader; what was made from it since is made anew. A setting whose value in the cells is not the one that was in force
-is left alone: something else sets it.
+What fixes do to a loop in the cells is, for a trainer, a keyword of the call that makes its settings. Only that call is
+changed, and the loader's batch size where the trainer is handed a loader. A setting whose value in the cells is not the
+one that was in force is left alone: something else sets it.
 
-Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and
-that differs: ``transformers.Trainer`` passes the number of labels to models that take it, whether their loss divides by
-it is for the trial to find, and divides by the number of parts where the model takes no such argument; Lightning gives
-each part the same share of a full batch, in the last batch of an epoch too.
+Raising the accumulation keeps the gradients only if the trainer weighs the parts of a batch as the batch does, and that
+differs: ``transformers.Trainer`` passes the number of labels to models that take it, and divides by the number of parts
+where the model takes no such argument; Lightning gives each part the same share of a full batch.
 Source: ``Trainer.training_step``, ``ClosureResult.from_training_step_output``.
 """
 
@@ -23,14 +21,9 @@ import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
 from oomdoctor.fixes._preconditions import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import LOADERS, exchanged, node_of, write
 from oomdoctor.program.literals import Book, Page, calls
@@ -254,7 +247,6 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
 
 
 def _whole_parts(size: int, what: str) -> list[int]:
-    """Return into how many parts of the same size it divides."""
     found = [parts for parts in _PARTS if size % parts == 0]
     return need(found or None, f"{what} of {size} samples has no half")
 

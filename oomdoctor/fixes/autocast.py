@@ -1,16 +1,12 @@
 """Mixed precision: matrix products and convolutions in 16 bits, weights and their updates in 32.
 
-Activations of these layers take half the memory. bfloat16 is taken where the device computes in it: it has the range of
-float32, so nothing else changes. Where it does not, float16 needs its gradients scaled, which is put in together with
-what belongs to it. ``BCELoss`` under autocast is refused by torch on CUDA, and only there: it is refused here, so that
-what was tried on a CPU holds on a GPU.
+bfloat16 is taken where the device computes in it: it has the range of float32. Where it does not, float16 needs its
+gradients scaled, which is put in together with what belongs to it. ``BCELoss`` under autocast is refused by torch on
+CUDA, and only there: it is refused here, so that what was tried on a CPU holds on a GPU.
 
 The statements from the model's call to the loss go under ``torch.autocast``; the backward pass stays outside, as torch
 advises. With float16 the loss is scaled, gradients are unscaled before they are clipped, a step is taken by the scaler,
-and schedules that count steps count those that were taken. ``torch.autocast`` and ``GradScaler`` are told the type of
-the device that ran out: on another one, torch warns and computes as before.
-
-There is no live form: loops that a library owns take their precision from its settings.
+and schedules that count steps count those that were taken.
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
@@ -39,14 +35,9 @@ from oomdoctor.fixes._preconditions import (
     refusing,
     running_loops,
 )
+from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cell, Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, bound, reads
 from oomdoctor.program.import_lines import knows_torch
@@ -93,7 +84,6 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
 
 
 def _backward(step: StepLines) -> tuple[int, ast.expr]:
-    """Return the line that calls ``backward``, and what it is called on."""
     calls = [node for node in ast.walk(step.node) if isinstance(node, ast.Call) and _method(node) == "backward"]
     if not calls:
         raise Unfit("backward is called in a function that the loop calls, not by the loop itself")
@@ -122,7 +112,6 @@ def _with_named_loss(step: StepLines, runners: Collection[str], name: str) -> St
 
 
 def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
-    """Return the line that binds the loss."""
     at, receiver = _backward(step)
     before = step.node.body[:at]
     last = max((place for place, one in enumerate(before) if bound(one) & reads(receiver)), default=-1)

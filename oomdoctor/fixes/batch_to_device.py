@@ -1,9 +1,8 @@
 """Leaves a data set in host memory and moves its batches to the device as they are used.
 
-A data set that lies on the device takes its memory in every step. Its tensors stay where they were made; where a batch
-is cut from them, or a loader puts one together, the batch goes to the device that the data was on. The values, their
-order and every random draw are the same. It is done in the source alone: to take the data off the device, every name
-and object that holds it has to be known, and the cells say which these are. Any use of the data as a whole is refused.
+Its tensors stay where they were made; where a batch is cut from them, or a loader puts one together, the batch goes to
+the device that the data was on. Values, their order and every draw are the same. It is done in the source alone: every
+name and object that holds the data has to be known, and any use of the data as a whole is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ import libcst as cst
 from oomdoctor.fixes._construction_sites import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
 from oomdoctor.fixes._preconditions import Unfit, check_host_room, need, proposing, refusing, root_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import arguments, import_lines, rewriting
 from oomdoctor.program.dataflow import assigned

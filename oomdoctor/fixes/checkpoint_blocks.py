@@ -1,12 +1,9 @@
 """Parts of a model recomputed in the backward pass instead of kept: the classic trade of time for memory.
 
-The source gets one line where the model is made, or first in the function that is given it:
-``recompute(model, "layer1.0", "layer1.1")``. Which parts is the dose. Where a dry run has told what each part saves and
-costs, the doses are the cheapest parts that were found to free more and more bytes; else every other part, then all of
-them. Where the model has a switch of its own, the source turns that on: such models keep the keys of earlier
-tokens for each layer, which their blocks, run again from outside, would find there.
-
-Cells that recompute activations already are told by their calls, wherever these stand; modules are not looked at.
+The source gets one line where the model is made, or first in the function that is given it: ``recompute(model,
+"layer1.0", "layer1.1")``. Where a dry run has told what each part saves and costs, the doses are the cheapest parts
+that free more and more bytes; else every other part, then all of them. Where the model has a switch of its own, the
+source turns that on: such models keep keys for each layer, which blocks run from outside would find.
 """
 
 from __future__ import annotations
@@ -28,13 +25,10 @@ from oomdoctor.fixes._preconditions import (
     refusing,
 )
 from oomdoctor.fixes._recompute_choice import choices
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal, Value
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
+from oomdoctor.model.fix import Value
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines
 from oomdoctor.program.magics import parsed
 from oomdoctor.program.names import call_name, imported

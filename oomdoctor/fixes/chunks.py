@@ -2,21 +2,15 @@
 
 ``chunked_forward``: ``model(x)`` becomes ``in_parts(model, 4)(x)`` where the failing cell calls a model, in functions
 and modules of the user's as well. The loss and its one backward stay as they are, so what couples the samples in the
-loss is kept, and so are the random draws of the whole batch. A forward that changes state of its own, or returns what
-is not made of rows for the samples (a loss), is refused as it runs; BatchNorm in training mode before.
-``chunked_inference``: without gradients nothing is kept of a part but its result, which is written into the whole one.
-Of a ``generate``, each part's keys and values are let go of before the next one's, and shorter texts are padded.
-Where the code moves the batch to the device in the call, the parts are moved one by one. The results are equal up to
-rounding: libraries choose other kernels for other numbers of rows. That a sample's output does not depend on the
-others is shown by the trial of both programs.
+loss is kept, and so are the random draws of the whole batch. ``chunked_inference``: without gradients nothing is kept
+of a part but its result, which is written into the whole one. Of a ``generate``, each part's keys and values are let go
+of before the next one's. Where the code moves the batch to the device in the call, the parts are moved one by one. The
+results are equal up to rounding; that samples do not depend on each other is shown by the trial.
 
 ``chunked_loss``: a cross-entropy keeps log-probabilities as large as the logits, and its backward pass makes two
-gradients of that size. A row's loss depends on that row alone: what is called becomes
-``chunked_loss(F.cross_entropy, 8)``, which reads its options as it runs and refuses what has no rows of classes. The
-mean is over all rows that count, weighted by their classes, not the mean of means of chunks. Where a linear layer made
-the logits, there is no gradient of all of them either (see ``_chunked_loss``). Calls are told by the function's name,
-or by what is called being such a loss of the namespace. A model whose forward takes the loss, of a library or written
-by hand, gets a line where it is made: ``chunked_head(model, 8)``. Limit: the logits themselves are the model's.
+gradients of that size. What is called becomes ``chunked_loss(F.cross_entropy, 8)``, which refuses what has no rows of
+classes. Where a linear layer made the logits, there is no gradient of all of them either (see ``_chunked_loss``). A
+model whose forward takes the loss gets a line where it is made: ``chunked_head(model, 8)``.
 """
 
 from __future__ import annotations
@@ -48,15 +42,10 @@ from oomdoctor.fixes._preconditions import (
     takes_note,
 )
 from oomdoctor.fixes.inference_precision import detect_runs
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, Scope, site
@@ -93,7 +82,6 @@ _OTHERWISE: Final = (".generate", ".forward")
 
 @proposing
 def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose 2 to 16 parts, no more than the batch has samples where that is known."""
     models = _models(evidence)
     for model in models:
         check(couples(model))
@@ -108,7 +96,6 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 @_trainers.first("chunked_inference")
 @proposing
 def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose 2 to 64 parts, no more than the batch has samples where that is known."""
     _check_without_gradients(evidence.code)
     _check_apart(_models(evidence))
     size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
@@ -133,14 +120,12 @@ def _check_without_gradients(code: CodeFacts) -> None:
 
 
 def _check_apart(models: Sequence[ModelFacts]) -> None:
-    """Raise ``Unfit`` where the samples of a batch cannot be run apart with the same results."""
     for model in models:
         check(couples(model))
 
 
 @refusing
 def _patch_forward(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Have the calls of models in what the failing cell runs made over parts of the batch."""
     for model in evidence.code.models:
         check(couples(model) or takes_note(model, own=True))
     check_training(evidence)
@@ -149,7 +134,6 @@ def _patch_forward(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refu
 
 @refusing
 def _patch_inference(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Have the calls of models in what the failing cell runs made over parts of the batch, moved one by one."""
     code = evidence.code
     if (through := _trainers.patched("chunked_inference", cells, evidence, dose)) is not None:
         return through
@@ -241,7 +225,6 @@ def _of_scope(program: Program, scope: Scope, known: set[str], made: set[str]) -
 
 @proposing
 def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose 2 to 16 chunks, no more than there are rows."""
     code = evidence.code
     if code.first("chunked_loss") is None and not _heads(code):
         raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
@@ -310,7 +293,6 @@ def _heads(code: CodeFacts) -> list[ModelFacts]:
 
 @refusing
 def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return each cross-entropy of the failing run as one that is taken in chunks."""
     code, sites = evidence.code, evidence.code.sites.get("chunked_loss", ())
     if code.half_weights and not code.autocast:
         raise Unfit("the loss is taken in half precision: sums of its chunks would round otherwise")

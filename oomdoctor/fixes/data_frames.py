@@ -1,20 +1,11 @@
 """What pandas makes larger than it has to be: dense indicator columns, texts beside one another, numbers of 64 bits.
 
 ``sparse_dummies``: ``get_dummies`` makes a column for each value that occurs, of a byte for each row. With
-``sparse=True`` only the entries that are not zero are kept, five bytes for each row: one in a thousand of what a column
-with five thousand values takes. The numbers are the same; the columns have a sparse type, which some libraries take
-for no numbers until ``to_dense``.
-
-``category_columns``: texts that a reader of pandas makes are objects, of which a row takes eight bytes, and each part
-of the file has its own. As a category each text is kept once, and a row takes one to four bytes. ``narrow_columns``:
-it reads numbers with a point as float64; as float32 they take half and keep 7 digits instead of 16. Which columns
-these are is told by the first 10,000 rows, which the changed line reads before: a column of texts counts where fewer
-than half of them are unlike. Both are for files by their name: one that is open could not be read twice. What each
-saves: `benchmarks/results/data_frames.txt`.
-
-None of them keeps the result bit for bit, so none is taken without asking. There is no live form: what was read is
-there. Parts that ``np.concatenate`` joins are not filled into one array here: how many there will be, and who else
-holds them, cannot be told from the cells; the rule ``parts_joined`` says how it is written.
+``sparse=True`` only the entries that are not zero are kept, five bytes for each row. ``category_columns``: texts that a
+reader of pandas makes are objects; as a category each is kept once, and a row takes one to four bytes.
+``narrow_columns``: numbers with a point are read as float64; as float32 they take half and keep 7 digits instead of 16.
+Which columns these are is told by the first 10,000 rows of a file, which the changed line reads before. What each
+saves: `benchmarks/results/data_frames.txt`. None keeps the result bit for bit, so none is taken without asking.
 Sources: https://pandas.pydata.org/docs/user_guide/sparse.html, https://pandas.pydata.org/docs/user_guide/scale.html
 """
 
@@ -28,12 +19,8 @@ from typing import Final, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
 from oomdoctor.program.rewriting import place_at, text_of, within
@@ -63,7 +50,6 @@ _CAVEATS: Final = {
 
 @proposing
 def _propose_sparse(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the indicator columns are what was asked for, by the shape that NumPy tells."""
     check_host(incident)
     dose = need(asking_line(incident, evidence, lambda text: _calls(text, _DUMMIES)), _MAKES_NONE)
     shape = _SHAPE.search(incident.message)
@@ -85,7 +71,6 @@ def _propose_sparse(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 def _propose_types(fix_id: str) -> Propose:
     @proposing
     def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-        """Propose it where a file is read whose types are not said. What it saves depends on what is in the file."""
         check_host(incident)
         dose = asking_line(incident, evidence, lambda text: _calls(text, _READERS) and "dtype" not in text)
         yield Proposal(
@@ -119,7 +104,6 @@ def _says(call: cst.Call, *keywords: str) -> bool:
 
 @refusing
 def _patch_sparse(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cell with sparse indicator columns."""
     place, call = _only_call(cells, dose, _DUMMIES, _MAKES_NONE)
     if _says(call, "sparse"):
         raise Unfit(_MAKES_NONE)
@@ -128,7 +112,6 @@ def _patch_sparse(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refus
 
 @refusing
 def _patch_types(fix_id: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cell with the types of columns by what the first rows of the file hold."""
     place, call = _only_call(cells, dose, _READERS, _READS_NONE)
     if _says(call, "dtype", "nrows", "chunksize", "iterator", "engine", "dtype_backend"):
         raise Unfit(_READS_NONE)

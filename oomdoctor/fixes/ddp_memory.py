@@ -1,24 +1,19 @@
 """What DistributedDataParallel holds twice in a process, and what it repeats in every process.
 
-``ddp_settings``: DDP copies each gradient into a bucket, exchanges the bucket, and copies it back: a second copy of all
-gradients, for as long as the model lives. With ``gradient_as_bucket_view=True`` the gradients are views of the buckets,
-and the exchange is the same to the bit. Programs that hold on to a gradient are refused: as a view it changes with the
-next step. The search for unused parameters, ``static_graph`` and sizes of buckets change the order of sums, and stay.
+``ddp_settings``: DDP keeps a second copy of all gradients in its buckets. With ``gradient_as_bucket_view=True`` the
+gradients are views of the buckets, and the exchange is the same to the bit. Programs that hold on to a gradient are
+refused: as a view it changes with the next step.
 
 ``zero_optimizer``: ``ZeroRedundancyOptimizer`` gives each parameter to one process, which keeps the state for it, steps
-it, and sends it to the others. Every process has the same gradients, so the numbers are the same to the bit as long as
-the optimizer treats each element for itself; those that look at several at once are refused. So is a program that reads
-or loads the optimizer's state, which no process has whole.
+it, and sends it to the others. The numbers are the same to the bit where the optimizer treats each element for itself;
+others are refused. So is a program that reads or loads the optimizer's state, which no process has whole.
 
-``fsdp2``: with ``torch.distributed.fsdp.fully_shard`` each process keeps its share of everything that training keeps,
-and a block is gathered whole for as long as it is used. It is advice: parameters become ``DTensor``, which changes what
-a checkpoint holds and what code that looks at weights finds, and the program has to be started again on every process.
-The patch is the plain case: one model that DDP wraps, its repeated blocks, and an optimizer that is made afterwards.
-Numbers are those of DDP up to the order of sums: the gradients are reduced in other pieces.
+``fsdp2``: with ``fully_shard`` each process keeps its share of all that training keeps, and a block is gathered for as
+long as it is used. It is advice: parameters become ``DTensor``, checkpoints hold shares, and every process has to be
+started again. The patch is the plain case: one model that DDP wraps, its blocks, and an optimizer made afterwards.
 
-Processes that train together exchange gradients in lockstep. One that runs a cell again by itself would wait for the
-others, or they for it, without end. So these fixes refuse a retry in a single process of several, and are made where
-all of them run again together.
+A process that runs a cell again by itself would wait for the others without end: a retry in a single process of several
+is refused, and made where all of them run again together.
 """
 
 from __future__ import annotations
@@ -34,17 +29,14 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
-from oomdoctor.fixes._preconditions import Unfit, in_the_step, layer, proposing, refusing
+from oomdoctor.fixes._preconditions import Unfit, in_the_step, layer, need, proposing, refusing
 from oomdoctor.fixes.gradients import ELEMENTWISE
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session
 from oomdoctor.model.code import ModelFacts, ReplicaFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import LASTING, Role
-from oomdoctor.model.session import Cells, Session
+from oomdoctor.model.memory import LASTING
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines, rewriting, torch_functions
+from oomdoctor.program.rewriting import text_of
 from oomdoctor.program.torch_functions import Result
 
 DDP: Final = "DistributedDataParallel"
@@ -63,10 +55,8 @@ def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
 def shared_by(evidence: Evidence) -> int:
     """Return how many processes could each keep a share of what DDP repeats in all of them."""
     found = wrapped(evidence)
-    ranks = evidence.code.world_size
-    if ranks is None:
-        raise Unfit("this process is in no process group, so nothing is known of others to share with")
-    if ranks == 1:
+    why = "this process is in no process group, so nothing is known of others to share with"
+    if (ranks := need(evidence.code.world_size, why)) == 1:
         raise Unfit("the process group has one process, so there is none to share with")
     if any(one.ranks not in (None, ranks) for one in found):
         raise Unfit("the model is trained by a part of the processes only, so whom to share with is not known")
@@ -77,12 +67,11 @@ def shared_by(evidence: Evidence) -> int:
 def alone(session: Session, dose: Dose) -> Iterator[None]:
     """Refuse, by an ``OomDoctorError``, to go on where other processes take part in the training."""
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > session.ranks:
-            raise OomDoctorError(
-                f"the training is shared by {ranks} processes, of which one cannot run the cell again on its own"
-            )
+    is_shared = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if is_shared and (ranks := distributed.get_world_size()) > session.ranks:
+        raise OomDoctorError(
+            f"the training is shared by {ranks} processes, of which one cannot run the cell again on its own"
+        )
     yield
 
 
@@ -101,13 +90,11 @@ _KEEPING: Final = re.compile(r"\S*\.grad\b|create_graph\s*=\s*(?!False)\w+")
 
 @proposing
 def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where gradients were held beside their buckets."""
     found = wrapped(evidence)
     if found and all(one.bucket_views for one in found):
         raise Unfit("the gradients lie in the buckets already")
-    gradients = evidence.census.bytes_of(Role.GRADIENT)
-    if not gradients:
-        raise Unfit("no gradient was held when the memory ran out, so the buckets are not a second copy")
+    why = "no gradient was held when the memory ran out, so the buckets are not a second copy"
+    gradients = need(evidence.census.bytes_of(Role.GRADIENT), why)
     yield Proposal(
         dose=Dose.of(**{_VIEW: True}),
         effect=Effect.EXACT,
@@ -118,10 +105,7 @@ def _propose_views(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @refusing
 def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the settings where DDP is made."""
-    found = _construction_sites.find(cells, DDP)
-    if not found:
-        raise Unfit(f"no cell makes a {DDP}: it is made by a library")
+    found = need(_construction_sites.find(cells, DDP), f"no cell makes a {DDP}: it is made by a library")
     for cell in cells.history:
         code = re.sub(r"#.*", "", cell.source)
         if (kept := _KEEPING.search(_PASSING.sub("", code))) is not None:
@@ -135,7 +119,7 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
             raise Unfit(f"{one.where} makes it before the failing cell, under no name that leads to it")
         model = next(arg.value for arg in told[one].args if arg.keyword is None or arg.keyword.value == "module")
         anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
-        live[one] = [f"{one.target} = {_construction_sites.code_of(anew)}"]
+        live[one] = [f"{one.target} = {text_of(anew)}"]
     return _construction_sites.exchanged(cells, told, live=live)
 
 
@@ -175,7 +159,6 @@ _CAVEAT: Final = (
 
 @proposing
 def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where processes repeat a state that the census found, or that the failing step was making."""
     ranks, steppers = shared_by(evidence), evidence.code.steppers
     for one in steppers:
         if one.type_name == _SHARDED:
@@ -185,8 +168,7 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
         raise Unfit("the parameters are of several types, which ZeroRedundancyOptimizer does not take")
     state, basis = _state(incident, evidence)
-    if not state:
-        raise Unfit("the census found no optimizer state on the device")
+    need(state, "the census found no optimizer state on the device")
     share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
     if share >= 1:
         raise Unfit("one parameter has all the state, and each parameter stays with one process")
@@ -210,7 +192,6 @@ def _state(incident: Incident, evidence: Evidence) -> tuple[int, str]:
 
 @refusing
 def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the optimizers made within a ``ZeroRedundancyOptimizer``."""
     if any(_SHARDED in cell.source for cell in cells.history):
         raise Unfit("the cells share the state of an optimizer already")
     code = evidence.code
@@ -219,11 +200,10 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
         names |= {dict(loop.stands_for).get(text, text) for text in loop.optimizers} | set(loop.optimizers)
     found = _construction_sites.find(cells, *ELEMENTWISE)
     # A cell may take ``optim`` from a cell that is not known.
-    homes = {one: import_lines.qualified_name(cells, _construction_sites.code_of(one.node.func)) for one in found}
+    homes = {one: import_lines.qualified_name(cells, text_of(one.node.func)) for one in found}
     found = tuple(one for one, home in homes.items() if home.removeprefix("torch.") == f"optim.{one.name}")
-    found = tuple(one for one in found if not names or one.target in names)
-    if not found:
-        raise Unfit("no cell makes the optimizer from a class of torch under the name that it is stepped by")
+    why = "no cell makes the optimizer from a class of torch under the name that it is stepped by"
+    found = need(tuple(one for one in found if not names or one.target in names), why)
     targets = {one.target for one in found if one.target}
     for use in (match for cell in cells.history for match in _WHOLE_STATE.finditer(cell.source)):
         if use["name"] in targets or _OPTIMIZER.search(use["name"]):
@@ -246,7 +226,7 @@ def _within(one: _construction_sites.Call, name: str) -> cst.Call:
     unnamed = [arg for arg in call.args if arg.keyword is None]
     if len(unnamed) > 2 or not call.args or (call.args[0].keyword and call.args[0].keyword.value != "params"):
         raise Unfit(f"{one.where} gives the optimizer's settings by position")
-    given = _construction_sites.code_of(call.args[0].value)
+    given = text_of(call.args[0].value)
     if given.isidentifier():
         made = re.findall(rf"^[ \t]*{given} = (.*(?:\n[ \t]+.*|\n\].*)*)", one.cell.source, re.MULTILINE)
         given = made[0] if len(made) == 1 else ""
@@ -256,21 +236,18 @@ def _within(one: _construction_sites.Call, name: str) -> cst.Call:
         rate = unnamed[1].with_changes(keyword=cst.Name("lr"), equal=_EQUAL)
         call = call.with_changes(args=[call.args[0], rate, *call.args[2:]])
     first = call.args[0].keyword.value if call.args[0].keyword is not None else ""
-    added = _construction_sites.with_keyword(call, "optimizer_class", _construction_sites.code_of(call.func), first)
+    added = _construction_sites.with_keyword(call, "optimizer_class", text_of(call.func), first)
     return added.with_changes(func=cst.Name(name))
 
 
 @proposing
 def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a model with repeated blocks is repeated in several processes."""
     ranks = shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
     if tuple(map(int, numbers)) < _SINCE:
         raise Unfit("this torch has no `fully_shard`, which came with 2.6")
-    model = _model(evidence)
-    kept = sum(map(evidence.census.bytes_of, LASTING))
-    if not kept:
-        raise Unfit("the census found no parameters, gradients or optimizer state on the device")
+    model, kept = _model(evidence), sum(map(evidence.census.bytes_of, LASTING))
+    need(kept, "the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
     yield Proposal(
         effect=Effect.ADVICE,
@@ -283,7 +260,6 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 
 def _model(evidence: Evidence) -> ModelFacts:
-    """Return the one model that DDP wraps, with its repeated blocks."""
     paths = {one.path for one in wrapped(evidence)}
     found = [one for one in evidence.code.models if one.path in paths]
     if len(found) != 1:
@@ -295,7 +271,6 @@ def _model(evidence: Evidence) -> ModelFacts:
 
 @refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the model sharded in the place of the wrapper."""
     if any(_SHARD in cell.source for cell in cells.history):
         raise Unfit("the cells shard a model already")
     model, found = _model(evidence), _construction_sites.find(cells, DDP)
@@ -315,17 +290,17 @@ def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 
 def _sharded(cells: Cells, one: _construction_sites.Call, model: ModelFacts) -> Patch | Refused:
-    if not one.node.args or not one.is_whole_value:
+    old = one.statement
+    if not one.node.args or not isinstance(old, cst.SimpleStatementLine) or old.body[0].value is not one.node:  # type: ignore[attr-defined]
         raise Unfit(f"{one.where} does more than to wrap the model")
     shard = import_lines.name_for(_HOME, _SHARD, cells, "shard")
     block = rewriting.fresh_name("block", cells)
-    text = _construction_sites.code_of(one.node.args[0].value)
+    text = text_of(one.node.args[0].value)
     lines = [] if text == model.path else [f"{model.path} = {text}"]
     outermost = (path for path in model.blocks if not any(path.startswith(f"{one}.") for one in model.blocks))
     for path in outermost:  # without the wrapper, whose own name is the model's then
         lines += [f"for {block} in {layer(model, path.partition('.')[2])}:", f"    {shard}({block})"]
     new = list(rewriting.statements("\n".join([*lines, f"{shard}({model.path})"]) + "\n", one.parsed))
-    old = cst.ensure_type(one.statement, cst.SimpleStatementLine)
     new[0] = new[0].with_changes(leading_lines=old.leading_lines)
     if old.trailing_whitespace.comment is not None:
         new[-1] = new[-1].with_changes(trailing_whitespace=old.trailing_whitespace)

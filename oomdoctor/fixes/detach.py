@@ -1,15 +1,12 @@
 """What a step keeps with its autograd graph for later ones: a history of losses or outputs, and a recurrent state.
 
 ``detach_history``: a list of losses, or a sum of them, keeps every activation of every step alive if its tensors carry
-their graph. What is found to is detached where it is kept. ``detach`` and not ``item``: the values and their types stay
-bit for bit what they were, so that later code that stacks or averages them finds the same. It is proposed only where
-the census saw graphs held so.
+their graph. ``detach`` and not ``item``: values and their types stay what they were, so that later code finds the same.
 
 ``detach_state``: a state that goes from one step into the next with its graph keeps the activations of all steps. In a
-training loop it is detached at the end of the step, which is truncated backpropagation through time: the values are the
-same, but gradients no longer reach back into earlier steps. That is another result, so it is offered and never taken
-for granted. It is exact only where nothing is differentiated through the state, as in an evaluation loop. In a module,
-the state is detached before it is fed back; its class is given the changed method, so that the objects there follow.
+training loop it is detached at the end of the step, truncated backpropagation through time: gradients no longer reach
+back into earlier steps. It is exact only where nothing is differentiated through the state, as in an evaluation loop.
+In a module, the state is detached before it is fed back; its class is given the changed method.
 """
 
 from __future__ import annotations
@@ -23,14 +20,9 @@ import libcst as cst
 
 from oomdoctor.fixes._construction_sites import preceded
 from oomdoctor.fixes._preconditions import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import called_on, kept_otherwise, kept_value
@@ -62,7 +54,6 @@ def _without_graph(node: ast.stmt) -> str:
 
 @proposing
 def _propose_history(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose the one dose: every place at once."""
     sites = sites_of(evidence, "detach_history", _NO_PLACE)
     names = dict.fromkeys(one.names[0] for one in sites)
     either = listed(names, "or")
@@ -103,7 +94,6 @@ def _keeps(holding: Holding, name: str) -> bool:
 
 @refusing
 def _patch_history(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the places with what they keep detached."""
     sites = sites_of(evidence, "detach_history", _NO_PLACE)
     return kept_otherwise(cells, sites, lambda _: ".detach()", "keeps more than one value: detach each of its tensors")
 
@@ -209,7 +199,6 @@ def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: as
 
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a state is carried with its graph and graphs take memory."""
     found = evidence.code.first("detach_state")
     if found is None:
         raise Unfit(_NOTHING)
@@ -234,7 +223,6 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Detach the state at the end of the step; in a module, before it is fed back."""
     found = need(evidence.code.first("detach_state"), _NOTHING)
     cell = cells.get(found.cell)
     parsed = need(rewriting.read(cell.source))

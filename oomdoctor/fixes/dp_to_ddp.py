@@ -1,12 +1,9 @@
 """A process for each device in the place of ``nn.DataParallel``, whose first device holds more than the others.
 
-DataParallel gathers the outputs of all devices on the first one, which computes the loss and holds its gradients. With
-``DistributedDataParallel`` each device keeps its own part. It is advice, since a notebook is one process: the patched
-cells are a program to be started by ``torchrun``. Each process takes its part of every batch, so that a step sees the
-samples that it saw before; the loss of a step is the mean over the part of that process.
-
-The patch is the plain case: one wrapped model, loaders made in the cells for the training loops, and no device but the
-first named by its number. Everything else is refused.
+DataParallel gathers the outputs of all devices on the first one. With ``DistributedDataParallel`` each device keeps its
+own part. It is advice, since a notebook is one process: the patched cells are a program to be started by ``torchrun``,
+in which each process takes its part of every batch. The patch is the plain case: one wrapped model, loaders made in the
+cells for the training loops, and no device but the first named by its number.
 """
 
 from __future__ import annotations
@@ -22,17 +19,13 @@ import libcst.matchers as m
 from oomdoctor.fixes import _construction_sites, ddp_memory
 from oomdoctor.fixes._construction_sites import keyword_text, preceded, with_keyword
 from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
+from oomdoctor.model import Cell, Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Census, Role
-from oomdoctor.model.session import Cell, Cells
+from oomdoctor.model.memory import Census
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.names import imports_in
-from oomdoctor.program.rewriting import New, exchange, within
+from oomdoctor.program.rewriting import New, exchange, text_of, within
 
 _CAVEAT: Final = (
     "the cells then are a program that torchrun starts once for each device; every process prints and saves for "
@@ -52,18 +45,14 @@ _OTHERWISE: Final = ("sampler", "batch_sampler")
 @proposing
 def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found more passing tensors on the first device than on the others."""
-    told = evidence.code.data_parallel
-    if told is None:
-        raise Unfit("no model is wrapped in nn.DataParallel")
+    need(evidence.code.data_parallel, "no model is wrapped in nn.DataParallel")
     first, *others = [census for census in evidence.censuses if census.device.startswith("cuda")] or [evidence.census]
     if not first.device.endswith(":0") or (incident.device or first.device) != first.device:
         raise Unfit("it is not the first device that ran out, where DataParallel gathers the outputs")
     if not others:
         raise Unfit("one device is in use, so DataParallel gathers nothing there")
     most = max(map(_passing, others))
-    more = _passing(first) - most
-    if more <= 0:
-        raise Unfit(f"{first.device} holds no more activations than the other devices")
+    more = need(max(_passing(first) - most, 0), f"{first.device} holds no more activations than the other devices")
     yield Proposal(
         effect=Effect.ADVICE,
         saves=more,
@@ -129,12 +118,12 @@ class _Program:
         given, *others = one.node.args
         if given.star or (given.keyword and given.keyword.value != "module"):
             raise Unfit(f"{one.where} gives the model in a way that is not followed")
-        devices = _DEVICES.fullmatch("".join(map(_construction_sites.code_of, others)))
+        devices = _DEVICES.fullmatch("".join(text_of(other).strip() for other in others))
         numbers = re.findall(r"\d+", (devices and devices["numbers"]) or "")
         if devices is None or numbers != [str(number) for number in range(len(numbers))]:
             raise Unfit(f"{one.where} names the devices in a way that is not followed")
         wrapper = self._import(one.cell, "torch.nn.parallel", ddp_memory.DDP)
-        model = _construction_sites.code_of(given.value)
+        model = text_of(given.value)
         there = "" if m.matches(given.value, _MOVE) else self._move(one, model)
         self._nodes[one.cell.number][one.node] = cst.parse_expression(f"{wrapper}({model}{there})")
         return str(len(numbers) or "gpu")
@@ -163,15 +152,11 @@ class _Program:
         data, size = (given[name].value for name in _PLACES)
         if not isinstance(data, cst.Name | cst.Attribute):
             raise Unfit(f"{one.where} makes the data set within the call: give it a name first")
-        text, told, nodes = (
-            _construction_sites.code_of(size),
-            keyword_text(one.node, "shuffle"),
-            self._nodes[one.cell.number],
-        )
+        text, told, nodes = text_of(size), keyword_text(one.node, "shuffle"), self._nodes[one.cell.number]
         if not isinstance(size, cst.Name | cst.Attribute | cst.Integer):
             raise Unfit(f"`{text}` of {one.where} is no plain number of samples")
         sampler = self._import(one.cell, "torch.utils.data", "DistributedSampler")
-        made = f"{sampler}({_construction_sites.code_of(data)}{'' if told == 'True' else f', shuffle={told or False}'})"
+        made = f"{sampler}({text_of(data)}{'' if told == 'True' else f', shuffle={told or False}'})"
         nodes[size] = cst.parse_expression(f"{text} // {self._dist}.get_world_size()")
         if (shuffle := given.get("shuffle")) is not None:
             nodes[shuffle] = shuffle.with_changes(keyword=cst.Name("sampler"), value=cst.parse_expression(made))

@@ -1,12 +1,9 @@
 """An old model and its optimizer let go of before a cell that is run again builds the new ones.
 
-A name is bound when the new object is complete, so a second run of ``model = Net()`` needs room for two models, and an
-optimizer of before keeps the old one with all its state. The names are set to None right before the statement that
-binds the first of them, and reference cycles are collected.
-
-What the cell computes is the same bit for bit. Yet what is let go of cannot be brought back, should the new cell fail:
-it is deleted only when the user asks for it, with the names said beforehand. So it is offered as a change that is never
-made by itself. There is no live form: the names are to be free when the cell is run the next time as well.
+A name is bound when the new object is complete, so a second run of ``model = Net()`` needs room for two models. The
+names are set to None right before the statement that binds the first of them, and reference cycles are collected. What
+is let go of cannot be brought back, should the new cell fail: it is done only when the user asks for it, with the names
+said beforehand.
 """
 
 from __future__ import annotations
@@ -17,22 +14,17 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._construction_sites import preceded
+from oomdoctor.fixes._construction_sites import changed, preceded
 from oomdoctor.fixes._preconditions import Unfit, listed, need, proposing, refusing, root_of, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import LASTING, Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
+from oomdoctor.model.memory import LASTING
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import Kind, kind_of, plain_dict, registered, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.objects.named import is_users
 from oomdoctor.objects.paths import Root
 from oomdoctor.objects.walk import Walk
-from oomdoctor.program import import_lines, rewriting
+from oomdoctor.program import rewriting
 from oomdoctor.program.compiled import is_in_definition
 from oomdoctor.program.definitions import Program, site
 from oomdoctor.program.names import FirstUse, first_assignments, first_uses, names_in, read_names
@@ -96,7 +88,6 @@ def _weights(value: Any) -> list[Any]:
 
 
 def _is_held_elsewhere(weights: set[int], namespace: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether another name leads to one of the parameters."""
     others = [(Root(name), value) for name, value in namespace.items() if is_users(name) and name not in names]
     walk = Walk()
     tensors = [tensor for found in (*walk.run(others), *walk.resume()) for tensor in found.tensors]
@@ -110,8 +101,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     sites = sites_of(evidence, "free_stale", _NOTHING)
     names = [one.names[0] for one in sites]
     held = sum(one.bytes for one in evidence.census.holdings if one.role in _ROLES and root_of(one.path) in names)
-    if not held:
-        raise Unfit(f"the census found no parameters or optimizer state on the device that {listed(names)} holds")
+    need(held, f"the census found no parameters or optimizer state on the device that {listed(names)} holds")
     unbound = [one.names[0] for one in sites if one.kind == "left"]
     caveat = f"deletes {listed(names)} as they stand, for good: save what you still need of them"
     if unbound:
@@ -138,9 +128,7 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     if any(one.text.endswith("= None") for one in sites):
         raise Unfit(f"{listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
-    module = rewriting.replace(parsed.module, first, preceded(first, text, parsed))
-    module = import_lines.insert_at_top(parsed, module, ["import gc"])
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+    return changed(cells, cell, {first: preceded(first, text, parsed)}, ["import gc"])
 
 
 @contextmanager

@@ -1,17 +1,14 @@
 """Gradients that are held no longer than they are needed.
 
 ``optimizer_in_backward``: a hook on each parameter runs the optimizer's own step on that parameter alone, as soon as
-its gradient is there, with the state and the options that it has, so its state, its schedulers and its checkpoints stay
-what they were. The results are the same bits where an optimizer treats each element by itself and the program uses
-gradients for the step alone: what clips, scales, sums up or reads them is refused. What looks at parameters or changes
-settings between the backward pass and the step is for the trial to find. A backward pass still needs no parameter that
-was stepped already: those that it does need are not stepped before. There is no patch: the hooks belong to the live
-parameters, and a cell that set them would set them anew each time that it is run.
+its gradient is there, with the state and the options that it has. The results are the same bits where an optimizer
+treats each element by itself and the program uses gradients for the step alone: what clips, scales, sums up or reads
+them is refused; what looks at parameters before the step is for the trial to find. There is no patch: a cell that set
+the hooks would set them anew each time that it is run.
 
 ``set_to_none``: ``zero_grad(set_to_none=False)`` keeps tensors of zeros as large as the parameters for the whole
-forward pass. Without them, the first gradient of a step is taken as it is and not added to zeros. The results differ in
-one case: a parameter that had a gradient before and gets none in a step is passed over by the optimizer and not stepped
-with zeros. While the changed code runs, a guard watches for that and refuses when it happens.
+forward pass. The results differ where a parameter that had a gradient gets none in a step: it is passed over and not
+stepped with zeros. While the changed code runs, a guard watches for that and refuses when it happens.
 
 Sources: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html,
 https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
@@ -31,15 +28,9 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import Unfit, proposing, refusing, running_loops, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing, running_loops, sites_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, torch_functions
@@ -62,7 +53,6 @@ _REPLICATES: Final = {"DataParallel", "DistributedDataParallel", "FullyShardedDa
 
 @proposing
 def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where gradients took memory and nothing but the step uses them."""
     code = evidence.code
     loops = running_loops(evidence)
     if any("clip" in loop.order for loop in loops):
@@ -74,20 +64,14 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     if code.first("set_to_none") is not None:
         raise Unfit("gradients are kept as zeros, with which parameters would be stepped")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
-    saves = gradients - max((one.largest_bytes for one in code.steppers), default=gradients)
-    if saves <= 0:
-        raise Unfit("the census found no gradients, or no more than the largest, which has to be there at its time")
+    saves = max(0, gradients - max((one.largest_bytes for one in code.steppers), default=gradients))
+    need(saves, "the census found no gradients, or no more than the largest, which has to be there at its time")
     yield Proposal(
         effect=Effect.EXACT,
         saves=saves,
         slowdown=_LAUNCHES,
         basis=f"the census found {format_size(gradients)} of gradients; the largest alone would be there at a time",
     )
-
-
-def _patch_early(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Refuse: it is done on the live parameters."""
-    return Refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run")
 
 
 @contextmanager
@@ -126,10 +110,8 @@ class _Early:
 
     def begin(self, undo: ExitStack) -> None:
         """Set the hooks and stand before ``step``."""
-        for weight in weights_of(self.optimizer):
-            if weight.requires_grad:
-                handle = weight.register_post_accumulate_grad_hook(self._on_gradient)
-                undo.callback(_take_off, weight, handle)
+        for weight in (one for one in weights_of(self.optimizer) if one.requires_grad):
+            undo.callback(_take_off, weight, weight.register_post_accumulate_grad_hook(self._on_gradient))
         undo.callback(_in_order, self.optimizer)
         held, before = vars(self.optimizer), dict(vars(self.optimizer))
         undo.callback(lambda: held.update(step=before["step"]) if "step" in before else held.pop("step"))
@@ -143,22 +125,16 @@ class _Early:
         if weight.grad.requires_grad:
             raise OomDoctorError("the backward pass makes a graph of the gradients")
         if not self._told:
-            self._tell()
+            self._told = True
+            tell_watchers(self.optimizer)
         self.alone.state = self.optimizer.state  # another one where a checkpoint was loaded
         (group,) = [group for group in self.optimizer.param_groups if any(one is weight for one in group["params"])]
         self.alone.param_groups = [{**group, "params": [weight]}]
+        step = type(self.optimizer).step  # the program steps once, and not once for each parameter
         with torch.no_grad():
-            _bare_step(type(self.optimizer))(self.alone)
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.alone)
         weight.grad = None
         self.stepped.add(id(weight))
-
-    def _tell(self) -> None:
-        """Tell those who watch optimizers, a snapshot among them, before the first parameter changes."""
-        from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-        self._told = True
-        for hook in list(_global_optimizer_pre_hooks.values()):
-            hook(self.optimizer, (), {})
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -171,18 +147,15 @@ class _Early:
         return step
 
 
-def _bare_step(cls: Any) -> Callable[[Any], Any]:
-    """Return the step of an optimizer's class without hooks: the program steps once, not once for each parameter.
+def tell_watchers(optimizer: Any, *, but: Any = None) -> None:
+    """Tell those who watch optimizers, a snapshot among them, that parameters or state are about to change."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-    Source: ``torch.optim.Optimizer._patch_step_function`` wraps ``step`` of the class and marks it ``hooked``.
-    """
-    step = cls.step
-    bare: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return bare
+    for hook in [one for one in _global_optimizer_pre_hooks.values() if one is not but]:
+        hook(optimizer, (), {})
 
 
 def _check(session: Session) -> None:
-    """Refuse what can be seen before the cell runs."""
     if not session.optimizers:
         raise OomDoctorError("no optimizer was found among the notebook's objects")
     seen: set[int] = set()
@@ -198,10 +171,9 @@ def _check(session: Session) -> None:
             seen.add(id(weight))
             if weight._post_accumulate_grad_hooks:
                 raise OomDoctorError(f"a parameter of `{path}` has a hook of its own for its gradient")
-    for path, root in session.modules:
-        for name, module in submodules(root, path):
-            if _REPLICATES & {base.__name__ for base in type(module).__mro__}:
-                raise OomDoctorError(f"{name} gathers gradients before the step")
+    for name, module in (part for path, root in session.modules for part in submodules(root, path)):
+        if _REPLICATES & {base.__name__ for base in type(module).__mro__}:
+            raise OomDoctorError(f"{name} gathers gradients before the step")
     for cell in session.cells.history:
         if _USES_GRADIENTS.search(cell.source):
             raise OomDoctorError(f"{cell} uses gradients by itself, which would be gone")
@@ -249,14 +221,11 @@ def _keeps(call: ast.Call) -> bool:
 
 @proposing
 def _propose_none(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a call keeps the gradients and the census saw some."""
-    if evidence.code.first("set_to_none") is None:
-        raise Unfit(_NOWHERE)
+    sites_of(evidence, "set_to_none", _NOWHERE)
     if (incident.framework_frame or "").startswith("torch/optim/"):
         raise Unfit("memory ran out in the optimizer's step, where the gradients have to be there")
-    gradients = evidence.census.bytes_of(Role.GRADIENT)
-    if not gradients:
-        raise Unfit("the census found no gradients that setting them to None would free")
+    why = "the census found no gradients that setting them to None would free"
+    gradients = need(evidence.census.bytes_of(Role.GRADIENT), why)
     yield Proposal(
         effect=Effect.EXACT,
         saves=gradients,
@@ -280,15 +249,11 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
                     "a parameter gets no gradient in some steps: the optimizer steps it with zeros, and with None not"
                 )
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        note(weights_of(optimizer))
-
     for _, module in session.modules:
         note(module.parameters())
     for _, optimizer in session.optimizers:
         note(weights_of(optimizer))
-    handle = register_optimizer_step_pre_hook(before_step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: note(weights_of(optimizer)))
     try:
         yield
     finally:
@@ -297,7 +262,6 @@ def _guard_none(session: Session, dose: Dose) -> Iterator[None]:
 
 @refusing
 def _patch_none(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with the gradients let go of where they are known to be kept."""
     sites = sites_of(evidence, "set_to_none", _NOWHERE)
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
@@ -317,7 +281,7 @@ FIXES: Final = (
         cost="the optimizer is called once for each parameter",
         propose=_propose_early,
         apply=_apply_early,
-        patch=_patch_early,
+        patch=refused("the hooks belong to the live parameters: a cell that set them would set them anew at each run"),
         leaves=(".grad",),
     ),
     Fix(

@@ -1,21 +1,15 @@
 """Graphs that are kept though no gradient is taken through them: by ``retain_graph=True``, and in evaluation.
 
-``drop_retain_graph``: without it, ``backward`` frees each saved tensor as soon as it has used it. With it, the
-activations of a step live on until its loss is bound anew, after the next forward: two steps share the device.
-Gradients of gradients, and another backward in the step, need it, and are refused; so is a state carried over steps,
-which has to be cut first. Gradients are the same bit for bit: where the graph is used again otherwise, torch raises,
-and the attempt is rolled back.
+``drop_retain_graph``: with it, the activations of a step live on until its loss is bound anew, after the next forward.
+Gradients of gradients, and another backward in the step, need it, and are refused; so is a state carried over steps.
+Where the graph is used again otherwise, torch raises, and the attempt is rolled back.
 
 ``no_grad_eval``: ``model.eval()`` does not stop autograd from saving activations for a backward pass that never comes.
 The loops and statements of which the cells show that no gradient is taken of anything they make stand in a ``with``. A
-function that gives something with a graph to whoever calls it stays as it is, because another cell may train by it.
-``no_grad`` and not ``inference_mode``: what it makes may still be part of a later computation that is differentiated.
-Values stay bit for bit what they were, with one exception: the attention layers of ``torch.nn`` have a fast path for
-inference, which rounds otherwise and leaves zeros at padded positions. Where a model has one, the change is offered as
-one that changes the result. So it is where something keeps what a model in training mode made beyond the cell: a later
-cell may train on it, and would do so without a word and without that model.
-
-There is no live form: what to keep a graph of is a matter of the source.
+function that gives something with a graph to whoever calls it stays as it is. ``no_grad`` and not ``inference_mode``:
+what it makes may be part of a later computation that is differentiated. Values stay bit for bit what they were, but for
+the fast path of torch's attention layers, which rounds otherwise: there the change is offered as one that changes the
+result. So it is where a name keeps what a model in training mode made: a later cell may train on it.
 """
 
 from __future__ import annotations
@@ -31,15 +25,9 @@ import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, under
 from oomdoctor.fixes._preconditions import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.containers import items_of
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, mro_of, name_of
 from oomdoctor.objects.known import Objects
@@ -104,7 +92,6 @@ def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
 
 @proposing
 def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a backward keeps its graph and graphs take memory."""
     code, census = evidence.code, evidence.census
     place = code.first("drop_retain_graph")
     if place is None:
@@ -125,7 +112,6 @@ def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @refusing
 def _patch_drop(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Take the argument out of every call that does not need it."""
     sites = evidence.code.sites.get("drop_retain_graph", ())
     dropped = [one for one in sites if one.kind == _DROPS]
     if not sites:
@@ -200,7 +186,6 @@ def _wants_grad(value: Any) -> bool:
 
 @proposing
 def _propose_no_grad(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where activations are kept and the failing cell runs a model for which nobody needs them."""
     code = evidence.code
     if code.grad_disabled:
         raise Unfit("gradients are off already at the line that failed")
@@ -263,7 +248,6 @@ def _only_trains(evidence: Evidence) -> TrainingLoop | None:
 
 @refusing
 def _patch_no_grad(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put every place under ``no_grad``."""
     sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     return rewriting.at_sites(cells, sites, partial(_changed, cells=cells))
 

@@ -1,21 +1,17 @@
 """What is read or made in host memory as a whole: checkpoints and arrays mapped from their files, or made of float32.
 
-``load_mmap``: ``load_state_dict`` copies from wherever the tensors are, so the model gets the same values from a
-checkpoint on the host. With ``mmap=True`` its tensors are pages of the file that the system drops when memory is short.
-The parameters are written and not replaced: pages in their place would change with the file, which a later cell may
-save to. Only checkpoints that go into ``load_state_dict`` and nowhere else are followed: what is used by itself would
-stay on the host. A file that the notebook may write to is not mapped.
+``load_mmap``: ``load_state_dict`` copies from wherever the tensors are, so a checkpoint on the host does as well. With
+``mmap=True`` its tensors are pages of the file that the system drops when memory is short; a file that the notebook may
+write to is not mapped. Only checkpoints that go into ``load_state_dict`` and nowhere else are followed.
 
-``memmap_array``: ``np.load(path, mmap_mode="r")`` gives the same array over pages of the file; processes that read the
-same file share them. Nothing can be written to them: NumPy raises an error where a cell tries. A tensor that shares the
-memory would not be told of it, so cells that make such tensors are refused, as are cells that may write the file.
+``memmap_array``: ``np.load(path, mmap_mode="r")`` gives the same array over pages of the file. NumPy raises where a
+cell writes to it; a tensor that shares the memory would not be told, so cells that make such tensors, or may write the
+file, are refused.
 
-``narrow_dtype``: NumPy makes float64 where nothing else is said, which takes twice the memory of float32. The numbers
-keep 7 digits and no longer 16, and what is computed from them is of the narrower type as well, so the results are
-others. Only the call in the line that ran out of memory is changed, where NumPy says that it asked for float64, or the
-line does. Whole numbers are left as they are: whether all of them fit a narrower type cannot be told from the cells.
+``narrow_dtype``: NumPy makes float64 where nothing else is said, which takes twice the memory of float32. Numbers keep
+7 digits, and what is computed from them is narrower as well. Only the call in the line that ran out of memory is
+changed.
 
-There is no live form: what is there has other holders, and what they do is not known.
 Sources: https://pytorch.org/tutorials/recipes/recipes/module_load_state_dict_tips.html,
 https://numpy.org/doc/stable/reference/generated/numpy.load.html, https://numpy.org/doc/stable/user/basics.types
 """
@@ -31,14 +27,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
@@ -86,7 +76,6 @@ def _loads_to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
 
 @proposing
 def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where a checkpoint was loaded, onto the device or in the line that failed."""
     load = evidence.code.first("load_mmap")
     there = Dose.of(cell=load.cell, line=load.line) if load is not None else None
     dose = need(there or asking_line(incident, evidence, lambda text: f"{_LOAD}(" in text), _NOWHERE)
@@ -104,7 +93,6 @@ def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Prop
 
 @refusing
 def _patch_checkpoint(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cell with the checkpoint read into host memory and mapped where that is safe."""
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = need(rewriting.statement_at(place.parsed, place.line), _NOWHERE)
     loads = [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
@@ -209,7 +197,6 @@ _MAKES_NONE: Final = "the line that ran out of memory makes no float64 of which 
 
 @proposing
 def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where reading the array is what failed."""
     check_host(incident)
     dose = need(asking_line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS)), _READS_NONE)
     if not incident.requested:
@@ -225,7 +212,6 @@ def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 
 @proposing
 def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where float64 is what was asked for."""
     check_host(incident)
     if _WHOLE.search(incident.message):
         raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
@@ -244,7 +230,6 @@ def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 
 @refusing
 def _patch_mapped(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cell with the array mapped from its file."""
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = need(rewriting.statement_at(place.parsed, place.line), _READS_NONE)
     loads = [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
@@ -278,7 +263,6 @@ def _check_mappable(cells: Cells, load: cst.Call) -> None:
 
 @refusing
 def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cell with float32 in the call that asked for float64."""
     place = need(place_at(cells, dose.number("cell"), dose.number("line")))
     statement = rewriting.statement_at(place.parsed, place.line)
     calls = within(statement, cst.Call) if isinstance(statement, cst.SimpleStatementLine) else ()

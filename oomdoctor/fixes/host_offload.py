@@ -1,27 +1,23 @@
 """What waits in host memory while nobody reads it: tensors saved for the backward pass, and optimizer state.
 
-``save_on_cpu``: ``torch.autograd.graph.save_on_cpu`` packs every tensor that an operation saves. Plain copies come back
-with the same strides, so the same kernels run on the same numbers. Through page-locked memory the copies run beside the
-computation, but tensors come back contiguous; a kernel for another layout may round differently, so that dose promises
-same results up to rounding. In the source, the ``with`` stands around the statement of the cell that was running:
-whatever that calls, and however it trains. What the operations themselves need at a moment stays on the device.
+``save_on_cpu``: every tensor that an operation saves is packed. Plain copies come back with the same strides, so the
+same kernels run on the same numbers. Through page-locked memory the copies run beside the computation, but tensors come
+back contiguous, so that dose promises results up to rounding. In the source, the ``with`` stands around the statement
+of the cell that was running, whatever that calls.
 
 ``offload_optimizer_state``: Adam's two moments take twice the memory of the parameters, through every forward and
 backward pass in which nobody reads them. They are brought to the device before a step and taken back after it, bit for
-bit; the peak of the step itself stays what it was. Live, tensors change their memory and stay the objects that they
-are, and are back on the device on leaving. What is there at the beginning moves with the first forward pass, after
-those who watch optimizers (a snapshot that copies what is about to change) were told. In the source, two hooks stand
-where the optimizer is made; where an earlier cell made it and it has its state already, the live form alone is offered.
+bit. Live, tensors change their memory and stay the objects that they are, and are back on leaving. In the source, two
+hooks stand where the optimizer is made; one that an earlier cell made, with its state, is changed live alone.
 
-On machines whose device memory is the host's nothing is gained; the virtual accelerator knows what ``save_on_cpu``
-keeps for host memory.
+The virtual accelerator knows what ``save_on_cpu`` keeps for host memory.
 Source: https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu, and its ``pack_to_cpu``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -29,7 +25,7 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
-from oomdoctor.fixes._construction_sites import under
+from oomdoctor.fixes._construction_sites import changed, under
 from oomdoctor.fixes._preconditions import (
     Unfit,
     check_host_room,
@@ -40,14 +36,9 @@ from oomdoctor.fixes._preconditions import (
     proposing,
     refusing,
 )
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.fixes.gradients import tell_watchers
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, site
@@ -82,17 +73,15 @@ _REGISTER: Final = """\
 
 @proposing
 def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose page-locked copies where the device is CUDA's, and plain ones."""
     code = evidence.code
     if code.grad_disabled:
         raise Unfit("gradients are off: nothing is kept for a backward pass")
     if code.cuda_graphs is not None:
         raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
     check_not_stepping(incident, evidence)
-    activations = found_or_asked(incident, evidence)
+    why = "the census found no activations that could wait in host memory"
+    activations = need(found_or_asked(incident, evidence), why)
     how = "the census found {} of activations" if evidence.census.bytes_of(Role.ACTIVATION) else "a layer asked for {}"
-    if not activations:
-        raise Unfit("the census found no activations that could wait in host memory")
     check_host_room(evidence, activations, is_simulated=True)
     doses = (True, False) if evidence.device.tensor_device.startswith("cuda") else (False,)
     for pinned in doses:
@@ -109,7 +98,6 @@ def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_saved(session: Session, dose: Dose) -> Iterator[None]:
-    """Save in host memory whatever operations of this thread save for a backward pass."""
     from torch.autograd.graph import save_on_cpu
 
     with save_on_cpu(pin_memory=bool(dose["pin_memory"])):
@@ -128,7 +116,6 @@ def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return ``save_on_cpu`` around the statement of the failing cell that was running."""
     running = need(evidence.code.first("save_on_cpu"), "which statement of the cell was running is not known")
     if _HOOKED.search(cells.failing.source):
         raise Unfit("the code says already where saved tensors are kept")
@@ -144,9 +131,7 @@ def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     if "value" in dict(dose.values) and statement is parsed.module.body[-1]:
         last, behind = _bound(parsed, last, rewriting.fresh_name("result", cells))
     block = under(parsed, f"{name}({'pin_memory=True' if dose['pin_memory'] else ''})", [*lines, last])
-    module = rewriting.exchange(parsed.module, {statement: [block, *behind]})
-    module = import_lines.insert_at_top(parsed, module, imports)
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+    return changed(cells, cells.failing, {statement: [block, *behind]}, imports)
 
 
 def _bound(
@@ -162,10 +147,7 @@ def _bound(
 
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the census found state on the device and the memory ran out outside of a step."""
-    state = evidence.census.bytes_of(Role.OPTIMIZER_STATE)
-    if not state:
-        raise Unfit("the census found no optimizer state on the device")
+    state = need(evidence.census.bytes_of(Role.OPTIMIZER_STATE), "the census found no optimizer state on the device")
     if in_the_step(incident):
         raise Unfit("the memory ran out in the step itself, where the state has to be on the device")
     for one in evidence.code.steppers:
@@ -209,8 +191,7 @@ def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
         handles[0].remove()
         for optimizer in known.values():
             if any(not _is_on_host(tensor) for _, tensor in _state(optimizer)):
-                for hook in [one for one in optim._global_optimizer_pre_hooks.values() if one is not before_step]:
-                    hook(optimizer, (), {})
+                tell_watchers(optimizer, but=before_step)
                 _move(optimizer, to_host=True)
 
     handles = [
@@ -269,11 +250,8 @@ def _on_device(data: Any, device: Any) -> Any:
 
 @refusing
 def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with hooks on the optimizers that it makes."""
     found = [_construction_sites.made(cells, facts) for facts in evidence.code.steppers]
-    if not found:
-        raise Unfit("no optimizer was found among the notebook's objects")
-    for one in found:
+    for one in need(found, "no optimizer was found among the notebook's objects"):
         if one.is_live(cells):
             raise Unfit(f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object")
     if "register_step_pre_hook" in cells.failing.source:
@@ -285,20 +263,12 @@ def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     for one in sorted(found, key=lambda one: at.get(id(one.bound_by), -1)):
         if one.bound_by is None or id(one.bound_by) not in at:
             raise Unfit(f"`{one.target}` is made in a block: whether that is run is not known")
-        hooks = list(rewriting.statements(_REGISTER.format(name=one.target, move=move), parsed))
+        text = _REGISTER.format(name=one.target, move=move)
         if not changes:
-            hooks = [*_set_off(rewriting.statements(_HOOKS.format(move=move), parsed)), *_set_off(hooks)]
+            text = f"\n{_HOOKS.format(move=move)}\n{text}"
+        _, *hooks = rewriting.statements(f"pass\n{text}", parsed)  # blank lines stay with what they stand above
         changes[one.bound_by] = [one.bound_by, *hooks]
-    module = rewriting.exchange(parsed.module, changes)
-    imports = [] if import_lines.knows_torch(cells) else ["import torch"]
-    module = import_lines.insert_at_top(parsed, module, imports)
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
-
-
-def _set_off(block: Sequence[rewriting.Statement]) -> list[rewriting.Statement]:
-    """Return statements with a blank line before them."""
-    first, *rest = block
-    return [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *rest]
+    return changed(cells, cells.failing, changes, [] if import_lines.knows_torch(cells) else ["import torch"])
 
 
 FIXES: Final = (

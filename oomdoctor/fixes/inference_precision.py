@@ -1,14 +1,10 @@
 """Weights of fewer bits where a model is run for its results alone: 16 bits, or 8 for linear layers on the CPU.
 
-``half_weights``: a model that is not trained needs its weights in no more than the precision of its results: in
-bfloat16, or float16 where the device has no bfloat16, they take half the memory, and so do activations. What the model
-is given is cast too where it was seen to be floating point. ``dynamic_quantization`` keeps the weights of
-``nn.Linear`` as int8 with a scale, and rounds what goes into each layer as it comes: a quarter of the memory, most
-often faster on a CPU, the only place where its kernels run. Layers are exchanged one by one, so that the float weights
-go as the others come. Where torch no longer has it (it moves to torchao), nothing is proposed.
-
-Training needs the small updates that few bits lose: a cell that trains is refused. There is no live form: weights that
-were rounded do not come back by themselves, and keeping them would save nothing.
+``half_weights``: in bfloat16, or float16 where the device has no bfloat16, weights and activations take half the
+memory. What the model is given is cast too where it was seen to be floating point. ``dynamic_quantization`` keeps the
+weights of ``nn.Linear`` as int8 with a scale, a quarter of the memory, most often faster on a CPU, the only place where
+its kernels run; where torch no longer has it, nothing is proposed. Training needs the small updates that few bits lose:
+a cell that trains is refused. There is no live form: weights that were rounded do not come back by themselves.
 """
 
 from __future__ import annotations
@@ -24,15 +20,9 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._preconditions import Unfit, native, need, proposing, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.code import CodeFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting, torch_functions
 from oomdoctor.program.arguments import called_on
@@ -106,7 +96,6 @@ def _check_not_training(fix: str, code: CodeFacts) -> None:
 
 @proposing
 def _propose_half(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose the one 16-bit type that the device computes in."""
     code, census = evidence.code, evidence.census
     _check_not_training("half_weights", code)
     if code.half_weights or code.autocast:
@@ -129,7 +118,6 @@ def _propose_half(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @proposing
 def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose the one dose: every linear layer of the models that are run."""
     code = evidence.code
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS["dynamic_quantization"])
@@ -154,7 +142,6 @@ def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Propo
 
 @refusing
 def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with its models cast first, and what they are given and give cast where needed."""
     dtype, found = str(dose["dtype"]), _found("half_weights", evidence.code)
     touched = {one.cell: cells.get(one.cell) for one in found}
     for cell in touched.values():
@@ -178,7 +165,6 @@ def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 @refusing
 def _patch_quantized(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with its models quantized before they are run."""
     if any("quantiz" in cell.source for cell in cells.history):
         raise Unfit("the cells have to do with quantization already")
     if not knows_torch(cells):
@@ -194,7 +180,6 @@ def _patch_quantized(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
 
 
 def _found(fix: str, code: CodeFacts) -> tuple[Site, ...]:
-    """Return the calls of models, and where their results go to NumPy."""
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS[fix])
     found = code.sites.get("half_weights", ())

@@ -1,15 +1,9 @@
 """What Jittor keeps for itself: graphs that nobody has asked to be computed, blocks of its pools, 32 bits.
 
-``jittor_sync``: Jittor computes when a value is asked for. ``optimizer.backward`` asks for none, so that the graphs of
-all parts of an accumulation live on until ``step``, with what they save. ``jt.sync_all()`` after each part computes
-its gradients, and lets go of its graph. Operators that would have been fused are computed apart, which may round
-otherwise; the gradients of the programs of its test are the same bit for bit.
-
-``jittor_release``: its allocators keep what is freed. ``jt.gc()`` gives back what is not in use.
-
-``jittor_amp``: operators prefer 16 bits from the level on that ``auto_mixed_precision_level`` is set to.
-
-Steps in parts and evaluation without gradients are those of torch: see ``micro_batch`` and ``no_grad_eval``.
+``jittor_sync``: ``optimizer.backward`` asks for no value, so that the graphs of all parts of an accumulation live on
+until ``step``. ``jt.sync_all()`` after each part computes its gradients, and lets go of its graph; operators that would
+have been fused may round otherwise. ``jittor_release``: ``jt.gc()`` gives back what its allocators keep unused.
+``jittor_amp``: operators prefer 16 bits from a level of ``auto_mixed_precision_level`` on.
 
 Sources: optim.py, src/executor.cc, src/mem/allocator/sfrl_allocator.cc and src/var.cc of Jittor 1.3.11.
 """
@@ -23,15 +17,11 @@ from typing import Final
 
 import libcst as cst
 
+from oomdoctor.fixes._construction_sites import changed
 from oomdoctor.fixes._preconditions import Unfit, check_training, need, proposing, refusing, sites_of
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.memory import JittorMemory
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import MIB, format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, imports_library, site, statements
@@ -65,12 +55,9 @@ def _is_backward(node: ast.stmt) -> bool:
 
 def _computes(body: list[ast.stmt]) -> bool:
     """Whether each turn of a loop steps an optimizer, or asks for values."""
-    steps = any(isinstance(one, ast.Expr) and _calls(one.value, {"step"}) for one in body)
-    return steps or any(_calls(node, _SYNCS) for node in own_nodes(body))
-
-
-def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
-    return isinstance(node, ast.Call) and last_name(node) in names
+    lines = {last_name(one.value) for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)}
+    called = {last_name(one) for one in own_nodes(body) if isinstance(one, ast.Call)}
+    return "step" in lines or bool(called & _SYNCS)
 
 
 def _memory(evidence: Evidence) -> JittorMemory:
@@ -79,7 +66,6 @@ def _memory(evidence: Evidence) -> JittorMemory:
 
 @proposing
 def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the graphs of several parts are alive."""
     memory = _memory(evidence)
     sites_of(evidence, "jittor_sync", _NO_PLACE)
     if not memory.operators:
@@ -91,25 +77,21 @@ def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 @refusing
 def _patch_sync(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put ``jt.sync_all()`` behind each of these backward passes."""
-    sites = sites_of(evidence, "jittor_sync", _NO_PLACE)
-    return rewriting.at_sites(cells, sites, partial(_synced, cells))
+    def change(parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
+        name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
+        changes: dict[cst.CSTNode, rewriting.New] = {}
+        for one in sites:
+            node = rewriting.statement_at(parsed, one.line)
+            if not isinstance(node, cst.SimpleStatementLine) or len(node.body) > 1:
+                raise Unfit(f"{one.where} has several statements")
+            changes[node] = [node, *rewriting.statements(f"{name}.sync_all()\n", parsed)]
+        return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
 
-
-def _synced(cells: Cells, parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
-    name, imports = need(import_lines.library_name(cells.beside(cells.get(sites[0].cell)), "jittor"))
-    changes: dict[cst.CSTNode, rewriting.New] = {}
-    for one in sites:
-        node = rewriting.statement_at(parsed, one.line)
-        if not isinstance(node, cst.SimpleStatementLine) or len(node.body) > 1:
-            raise Unfit(f"{one.where} has several statements")
-        changes[node] = [node, *rewriting.statements(f"{name}.sync_all()\n", parsed)]
-    return import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
+    return rewriting.at_sites(cells, sites_of(evidence, "jittor_sync", _NO_PLACE), change)
 
 
 @proposing
 def _propose_release(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the pools keep something."""
     kept = _memory(evidence).pool_unused
     if kept is None or kept < _LEAST:
         raise Unfit("Jittor's pools keep nothing that could be given back")
@@ -119,7 +101,6 @@ def _propose_release(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 
 @proposing
 def _propose_amp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it for what Jittor computes in 32 bits."""
     used = _memory(evidence).pool_used
     if not used or used < _LEAST:
         raise Unfit("Jittor's pools hold too little for 16 bits to matter")
@@ -139,9 +120,7 @@ def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch
     text = line.format(name)
     if text in cells.failing.source:
         raise Unfit(f"the failing cell says `{text}` already")
-    parsed = need(rewriting.read(cells.failing.source))
-    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, text])
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+    return changed(cells, cells.failing, {}, [*imports, text])
 
 
 FIXES: Final = (

@@ -1,17 +1,13 @@
 """Settings of a DataLoader that take host memory: its workers, the batches they fetch ahead, pinned copies of these.
 
 ``fewer_workers``: each worker holds the batches that it has fetched ahead and its own copy of what it touches of the
-data set: reading a Python object writes its reference count, and the page that it lies on is copied. Batches come in
-the same order from however many workers, and are the same as long as samples do not depend on the worker that makes
-them. ``prefetch``: every worker keeps ``prefetch_factor`` batches ready, in shared memory or on the way there.
-``pin_memory_off``: pinned memory cannot be swapped out, the driver allows a share of the machine's memory only, and
-torch keeps what it has pinned once. ``persistent_workers_off``: workers that are kept hold their batches and pages
-while other loaders are in use. It does not give the same numbers: a loader whose workers begin anew draws a seed for
-them in each epoch, so that from the second on every later draw of the program is another one.
+data set: reading a Python object writes its reference count. ``prefetch``: every worker keeps ``prefetch_factor``
+batches ready. ``pin_memory_off``: pinned memory cannot be swapped out, and torch keeps what it has pinned once.
+``persistent_workers_off``: workers that are kept hold their batches while other loaders are in use; those that begin
+anew draw a seed in each epoch, so that every later draw of the program is another one.
 
-What workers take was measured when memory ran out; where it is not certain that batches stay the same, that is said.
-A loader that an earlier cell made gets the new settings as it stands, so that its data set is not read again.
-Limits: that workers go on to grow is not foreseen, and with fewer of them, each touches more of the data.
+What workers take was measured when memory ran out; where it is not certain that batches stay the same, that is said. A
+loader that an earlier cell made gets the new settings as it stands. Limit: with fewer workers each touches more data.
 Source: https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -27,14 +23,11 @@ import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
 from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing, root_of
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Unavailable
 from oomdoctor.model.code import LoaderFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import HostProcess, Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import HostProcess
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import exchanged
 from oomdoctor.program.literals import Book, Page, Place
@@ -65,7 +58,6 @@ _NOT_LESS: Final = {
 
 @proposing
 def _fewer_workers(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose a half of the workers, a half of those, and so on to none."""
     used = _in_use(incident, evidence)
     loaders = [loader for loader in used if not loader.iterable]
     if not loaders:
@@ -85,7 +77,6 @@ def _fewer_workers(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 
 def _why_others(loader: LoaderFacts, count: int) -> str | None:
-    """Return why ``count`` workers may give other batches."""
     if (why := _why_not_same(loader, moves_samples=True)) is not None or count:
         return why
     if not loader.collates:
@@ -97,7 +88,6 @@ def _why_others(loader: LoaderFacts, count: int) -> str | None:
 
 @proposing
 def _prefetch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose a half of the batches ahead, a half of those, and so on to one for each worker."""
     used = _in_use(incident, evidence)
     ahead_of = {loader: loader.prefetch for loader in used if (loader.prefetch or 0) > 1}
     if not ahead_of:
@@ -121,7 +111,6 @@ def _halves(most: int, least: int) -> Iterator[int]:
 
 @proposing
 def _pin_memory_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the census found pinned memory, or pinning is what was refused."""
     check_host(incident)
     loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
     if not loaders:
@@ -140,7 +129,6 @@ def _pin_memory_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 
 @proposing
 def _persistent_workers_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where workers of several loaders are there at once."""
     used = _in_use(incident, evidence)
     kept = [loader for loader in used if loader.persistent]
     if not kept:
@@ -237,7 +225,6 @@ def _value(keyword: str, dose: Dose) -> int | bool:
 
 
 def _now(keyword: str, loader: LoaderFacts) -> int:
-    """Return what a loader has of a setting."""
     others = {"prefetch_factor": loader.prefetch or 0, "persistent_workers": loader.persistent}
     return others[keyword] if keyword in others else int(getattr(loader, keyword))
 

@@ -1,12 +1,10 @@
 """Gradient accumulation within one batch: the same effective batch, the activations of a part of it at a time.
 
-In the source, each step, from the first use of the batch to its ``backward``, becomes an inner loop over parts: in a
-loop, a function, a method, a closure or a branch; everything else (zeroing, clipping, the optimizer,
-accounting) stays once per batch. Random numbers are drawn as for the whole batch, and a state that is carried is cut
-and joined again (see ``batch_parts``). What DDP wraps exchanges gradients once, with the last part. A loss that is a
-mean is weighted by the part's share of the batch, or of the entries that count. Reading guesses which, and where the
-batch is; that the gradients are those of the whole batch up to rounding, and that the model treats its samples one by
-one, is shown by the trial of both programs, which takes another way where the guess was wrong.
+In the source, each step, from the first use of the batch to its ``backward``, becomes an inner loop over parts,
+wherever it stands; everything else (zeroing, clipping, the optimizer, accounting) stays once per batch. A state that is
+carried is cut and joined again (see ``batch_parts``). What DDP wraps exchanges gradients once, with the last part. A
+loss that is a mean is weighted by the part's share of the batch, or of the entries that count. Reading guesses which;
+the trial of both programs shows whether it is right, and takes another way where it was not.
 """
 
 from __future__ import annotations
@@ -38,14 +36,9 @@ from oomdoctor.fixes._preconditions import (
     why_no_parts,
 )
 from oomdoctor.fixes.ddp_memory import DDP
+from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cell, Cells
-from oomdoctor.model.site import Site
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
@@ -128,8 +121,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_short(incident, evidence)
     activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
     splittable = activations + (incident.requested or 0) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
-    if not splittable:
-        raise Unfit("no activations were found that splitting the batch could save")
+    need(splittable, "no activations were found that splitting the batch could save")
     counts = fitting(_PARTS, evidence)
     yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=_OVERHEAD)
 
@@ -145,18 +137,17 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with an inner loop over ``dose["parts"]`` parts of each batch."""
     if "through" in dict(dose.values):
         through = _trainers.patched("micro_batch", cells, evidence, dose)
-        return through if through is not None else Refused("no trainer was found in what the failing cell runs")
+        return need(through, "no trainer was found in what the failing cell runs")
     if (apart := _taken_apart(cells)) != cells:
         written = need(patch(apart, evidence, dose))
         edits = (replace(one, before=cells.get(one.cell).source) for one in written.edits)
         return rewriting.join(cells, edits)
-    found = regions(definitions.read(cells))
-    if not found:
-        raise Unfit("no backward pass was found in what the failing cell runs")
-    numbers = dict.fromkeys(region.scope.cell for region in found)
+    found = need(regions(definitions.read(cells)), "no backward pass was found in what the failing cell runs")
+    here: dict[int, list[Region]] = {}
+    for region in found:
+        here.setdefault(region.scope.cell, []).append(region)
     return rewriting.join(
-        cells,
-        [_cell(cells, cells.get(n), evidence.code, [r for r in found if r.scope.cell == n], dose) for n in numbers],
+        cells, [_cell(cells, cells.get(number), evidence.code, several, dose) for number, several in here.items()]
     )
 
 
@@ -171,13 +162,8 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], do
     for region in found:
         blocks.setdefault(id(region.block), []).append(region)
     for several in blocks.values():
-        block = block_at(parsed, several[0])
-        if block is None:
-            raise Unfit("the step is not where it was found before")
-        writers = [
-            (one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several)
-        ]
-        changes[block] = partial(_rewritten, writers)
+        each = ((one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several))
+        changes[block_at(parsed, several[0])] = partial(_rewritten, list(each))
     module = import_lines.insert_at_top(
         parsed,
         rewriting.exchange(parsed.module, changes),
@@ -198,8 +184,10 @@ def _writer(
     """Return what writes the first of ``found``; the others stand behind it in its block."""
     given, program, book = dict(dose.values), definitions.read(cells), Book.read(cells)
     region = found[0]
-    if region.loop is not None and _goes_through_parts(region.loop):
-        raise Unfit("the batch is taken in parts already")
+    if (loop := region.loop) is not None:
+        steps = any(isinstance(node, ast.Attribute) and node.attr == "step" for node in ast.walk(loop))
+        if not steps and _IN_PARTS.search(ast.unparse(getattr(loop, "iter", loop.body[0]))):
+            raise Unfit("the batch is taken in parts already")
     facts = facts_of(program, code, region)
     check(why_no_parts(code, facts))
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
@@ -223,24 +211,17 @@ def _replica(cells: Cells, region: Region, live: Sequence[str]) -> str:
     outermost = next((node for node in region.path if isinstance(node, Function)), None)
     made = _construction_sites.find(cells, DDP) if outermost is not None else ()
     inside = [one for one in made if one.around is not None and one.around.name.value == getattr(outermost, "name", "")]
-    found = {text for text in (*live, *(one.target for one in inside)) if text is not None and _calls(region, text)}
+    found = {text for text in (*live, *(one.target for one in inside)) if text} & _called(region)
     return found.pop() if len(found) == 1 else ""
 
 
-def _calls(region: Region, text: str) -> bool:
-    """Whether what is called ``text`` is called in a region."""
+def _called(region: Region) -> set[str]:
+    """Return what is called in a region."""
     nodes = (node for unit in region.body for node in ast.walk(unit))
-    return any(isinstance(node, ast.Call) and called(node.func) == text for node in nodes)
-
-
-def _goes_through_parts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
-    """Whether a loop goes through parts of a batch: it takes pieces of something and no optimizer steps in it."""
-    steps = any(isinstance(node, ast.Attribute) and node.attr == "step" for node in ast.walk(loop))
-    return not steps and _IN_PARTS.search(ast.unparse(getattr(loop, "iter", loop.body[0]))) is not None
+    return {called(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
 def _rewritten(writers: Sequence[tuple[Region, Writer]], block: cst.CSTNode) -> cst.CSTNode:
-    """Return a block with its regions taken apart."""
     lines, new, end = rewriting.lines_apart(block), list[cst.BaseStatement](), 0
     for region, writer in writers:
         new += [*lines[end : region.start], *writer.lines(lines[region.start : region.end])]
@@ -285,7 +266,7 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     scope: ast.AST = function or page.tree
     local = bound(scope) | {part.arg for part in ast.walk(scope) if isinstance(part, ast.arg)} if function else set()
     local -= set(dict(facts.stands_for))
-    texts = {called(node.func) for unit in region.body for node in ast.walk(unit) if isinstance(node, ast.Call)}
+    texts = _called(region)
     known = {text: model_facts(code, facts, text) for text in (*facts.models, *texts) if text not in local}
     models = {text: known.get(text) for text in (*facts.models, *texts) if text in facts.models or known.get(text)}
     losses_known = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}

@@ -1,13 +1,9 @@
 """Predictions gathered in host memory as they come, where they would add up on the device.
 
 The statement that collects an output of the model gets a ``.cpu()``, and so does what is compared with it and was
-gathered too, as labels are. What is made of the collection in the cells may round otherwise in host memory, so that it
-is EQUIVALENT. Refused is what the copy would not see, as a write in place, and what is combined with a tensor that
-stays on the device. Outputs that still have their graph would keep it on the device, so they are detached where it is
-certain that nothing is differentiated, and refused elsewhere.
-
-There is no live form. Tensors that are in host memory already are not helped: on ``cpu`` and on the virtual accelerator
-it is refused.
+gathered too, as labels are. What is made of the collection may round otherwise there. Refused is what the copy would
+not see, as a write in place, and what is combined with a tensor that stays on the device. Outputs that have their graph
+are detached where it is certain that nothing is differentiated, and refused elsewhere.
 """
 
 from __future__ import annotations
@@ -18,13 +14,8 @@ from typing import Final
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._preconditions import Unfit, hangs_on, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.session import Cells
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import torch_functions
 from oomdoctor.program.arguments import kept_otherwise
@@ -117,7 +108,6 @@ class _Uses:
             yield scope, flow.through(scope.body, way.now - hidden if is_top else ())
 
     def _check(self, scope: Scope, way: Way, met: ast.AST, node: ast.AST) -> None:
-        """Check one use of what was moved."""
         parts = _parts(node)
         moved = [part for part in parts if way.carries(met, part)]
         if not moved or (isinstance(met, ast.stmt) and any(_fills(met, name) for name in self.moved)):
@@ -179,7 +169,6 @@ def _leaves_host(call: ast.Call) -> bool:
 
 
 def _parts(node: ast.AST) -> list[ast.expr]:
-    """Return what a node combines."""
     match node:
         case ast.Compare(left=left, comparators=others):
             return [left, *others]

@@ -1,18 +1,13 @@
 """What an optimizer takes: another one in the place of Adam, or a step that takes the parameters one by one.
 
-Adam keeps two values for each weight, 8 bytes in float32. ``optimizer_8bit``: by torchao or bitsandbytes, where one of
-them is installed, they take 2, with a scale for each block of them; both are made for CUDA devices, so that nothing is
-proposed elsewhere, the virtual accelerator included. ``lighter_optimizer``: Adafactor keeps one value for each row and
-column of a matrix, SGD with momentum one for each weight. Both train in another way, and their learning rates mean
-something else, so this is the user's to choose. The optimizer is made where it was made before, and schedulers on it
-with it; it begins without a history. There is no live form: a loop that holds the old optimizer would go on stepping
-it.
+Adam keeps two values for each weight, 8 bytes in float32. ``optimizer_8bit``: by torchao or bitsandbytes, on CUDA
+devices, they take 2. ``lighter_optimizer``: Adafactor keeps one value for each row and column of a matrix, SGD with
+momentum one for each weight; both train in another way. The optimizer is made where it was made before, and schedulers
+on it with it; it begins without a history.
 
-``optimizer_foreach_off``: on CUDA the optimizers of torch take the foreach implementation unless they are told
-otherwise: each operation of the step works on a list of all parameters, and so do its intermediate results. The loop
-over parameters needs the largest of them alone. It is offered where the memory ran out in the step itself. The kernels
-for lists may round differently from those for single tensors, so on a device the results are equal up to rounding.
-Source: pytorch/pytorch issue 114165 (a maintainer: foreach operations need not be bitwise equal to single-tensor ones).
+``optimizer_foreach_off``: on CUDA each operation of a step works on a list of all parameters, and so do its
+intermediate results; the loop over parameters needs the largest of them alone. It is offered where the memory ran out
+in the step. Kernels for lists may round otherwise. Source: pytorch/pytorch issue 114165, a maintainer.
 """
 
 from __future__ import annotations
@@ -30,14 +25,9 @@ import libcst as cst
 
 from oomdoctor.fixes import _construction_sites, _trainers
 from oomdoctor.fixes._preconditions import Unfit, in_the_step, kind_of_device, proposing, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import OptimizerFacts
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Role
-from oomdoctor.model.session import Cells
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import arguments, rewriting
 from oomdoctor.program.earlier_cells import LOADERS, write
 from oomdoctor.program.import_lines import insert_at_top, knows_torch
@@ -89,7 +79,6 @@ _LIGHTER: Final = {
 
 @proposing
 def _propose_8bit(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose the state in 8 bits by the first library that is installed."""
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
     if kind_of_device(evidence) != "cuda":
         raise Unfit("optimizers with a state of 8 bits are made for CUDA devices")
@@ -115,7 +104,6 @@ def _has_optimizers(library: str) -> bool:
 
 @proposing
 def _propose_lighter(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose SGD with momentum, which halves the state, and Adafactor, which leaves next to none of it."""
     through = _trainers.owner(evidence.code, "lighter_optimizer")
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
     import torch  # an optimizer of it is there: where it is not loaded, nothing loads it after a failure
@@ -192,14 +180,13 @@ def _given(call: cst.Call) -> set[str]:
     Source: ``torch.optim.Optimizer.add_param_group``.
     """
     given = [arg.value for arg in call.args if arg.keyword is None or arg.keyword.value == "params"][:1]
-    nodes = [node for one in given for node in ast.walk(ast.parse(_construction_sites.code_of(one), mode="eval"))]
+    nodes = [node for one in given for node in ast.walk(ast.parse(text_of(one), mode="eval"))]
     roots = [node.value for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
     roots += [node.func for node in nodes if isinstance(node, ast.Call)]
     return {node.id for node in nodes if isinstance(node, ast.Name) and node not in roots}
 
 
 def _call(call: cst.Call, maker: _Maker) -> cst.Call:
-    """Return the call of another optimizer with those arguments that it knows."""
     text = text_of(call)
     if any(arg.star for arg in call.args):
         raise Unfit(f"`{text}` unpacks its arguments, of which another optimizer may not know some")
@@ -228,7 +215,6 @@ _LAUNCHES: Final = 1.05
 
 @proposing
 def _propose_one_by_one(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where the memory ran out in a step that goes through lists."""
     listed = _listed(evidence)
     if not listed:
         raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
@@ -262,7 +248,6 @@ def _listed(evidence: Evidence) -> list[OptimizerFacts]:
 
 @refusing
 def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with ``foreach=False`` where the optimizers are made."""
     found = {_construction_sites.made(cells, facts): facts for facts in _listed(evidence)}
     if not found:
         raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")

@@ -1,24 +1,19 @@
 """Settings of the process, and switches of a library's pipeline, that are turned on.
 
 ``expandable_segments``: the allocator cannot join free pieces of different segments, nor give back a segment that is
-partly in use. With ``expandable_segments:True`` segments are mapped page by page and grow at their end. Values do not
-change. What that is worth, alone and beside other changes, the traces of dry runs tell, replayed with the setting.
-Live, the setting is made at run time, for segments allocated from then on, and put back on exit; where torch
-has no function for that the change is advice. The allocator parses its settings as a whole and forgets those that are
-not said again, so the others in force are said again each time. In the source it is the environment variable, in the
-cell that first imports anything from outside of Python's own library, before that, as it may bring torch: there it
-holds for the whole notebook from its next start on.
+partly in use; with this setting segments are mapped page by page and grow at their end. What that is worth, the traces
+of dry runs tell, replayed with it. Live, it is made at run time, for segments allocated from then on, and put back on
+exit; where torch has no function for that it is advice. The allocator forgets settings that are not said again, so
+those in force are said each time. In the source it is the environment variable, before the first import that may bring
+torch.
 
-``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open for as long
-as it lives; a loop that keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors
-are found by their name, and no descriptor stays. It is no help where /dev/shm is too small: both strategies keep the
-tensors there. Limits: if a process is killed, files may stay there until torch's own manager removes them.
+``sharing_strategy``: with ``file_descriptor`` every tensor that came from a worker keeps a descriptor open; a loop that
+keeps batches uses up the thousand or so that a process may have. With ``file_system`` tensors are found by their name.
+It is no help where /dev/shm is too small. Limit: if a process is killed, files may stay there for a while.
 
-``library_slices``: a pipeline that the failing run calls is looked at, as those of diffusers, and the models that it
-holds: ``enable_slicing`` (images one by one), ``enable_attention_slicing`` (heads one by one),
-``enable_model_cpu_offload`` (each model on the device only while it runs); the doses turn on more and more of them.
-``library_tiles``: ``enable_tiling`` (an image in tiles, whose seams are blended: another image). What they save is told
-by a dry run alone; before it there is a guess.
+``library_slices``: the switches of a pipeline that the failing run calls, as those of diffusers, and of the models that
+it holds: images or heads one by one, each model on the device only while it runs; the doses turn on more and more of
+them. ``library_tiles``: an image in tiles, whose seams are blended. What they save is told by a dry run alone.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html; that ``PYTORCH_ALLOC_CONF`` did not reach the CUDA
 allocator in torch 2.9: https://github.com/pytorch/pytorch/issues/183387;
@@ -42,16 +37,14 @@ from typing import Any, Final, NamedTuple
 import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._construction_sites import placed
+from oomdoctor.fixes._construction_sites import changed, placed
 from oomdoctor.fixes._preconditions import Unfit, check_host, found_or_asked, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Edit, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
+from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session
 from oomdoctor.model.memory import DeviceMemory
-from oomdoctor.model.session import Cells, Session, Simulated
+from oomdoctor.model.session import Simulated
 from oomdoctor.model.site import Site
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused, Unavailable
+from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.kinds import members_of, mro_of, plain_dict
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
@@ -81,7 +74,6 @@ _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 @proposing
 def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it; it saves what could have served the request, had the free pieces of segments in use been one."""
     device = evidence.device
     if device.name.partition(":")[0] != "cuda":
         raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
@@ -147,10 +139,6 @@ def _with_option(settings: str, value: str) -> str:
     return ",".join([*kept, f"{_OPTION}:{value}"])
 
 
-def _is_on(settings: str) -> bool:
-    return re.search(rf"\b{_OPTION}\s*:\s*true\b", settings, re.IGNORECASE) is not None
-
-
 @contextmanager
 def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
     """Have segments expand from here on; the settings that were in force are put back on exit.
@@ -163,7 +151,7 @@ def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
             yield
         return
     setter, before = _setter(), _settings()
-    if _is_on(before):
+    if re.search(rf"\b{_OPTION}\s*:\s*true\b", before, re.IGNORECASE):
         raise OomDoctorError("segments expand already")
     if setter is None:
         raise OomDoctorError(f"this torch sets it at its start alone, by {dose['variable']}")
@@ -171,7 +159,7 @@ def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
     try:
         yield
     finally:
-        _set(setter, before if before and _OPTION in before else _with_option(before, "False"))
+        _set(setter, before if _OPTION in before else _with_option(before, "False"))
 
 
 def _set(setter: Callable[[str], Any], settings: str) -> None:
@@ -185,7 +173,6 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
 
 @refusing
 def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Set the environment variable before the first import of torch."""
     if any(_SETS.search(cell.source) for cell in cells.history):
         raise Unfit("a cell makes settings of the allocator already")
     history = cells.beside(cells.failing).history
@@ -197,8 +184,8 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
     body = list(parsed.module.body)
     imports = [i for i, node in enumerate(body) if rewriting.is_import(node) and not _FUTURE.match(parsed.code(node))]
-    at = next((i for i in imports if _imports(parsed.code(body[i]))), None)
-    at = need(at, f"what may bring torch is imported under a condition in {cell}")
+    bringing = [i for i in imports if _imports(parsed.code(body[i]))]
+    at = need(bringing, f"what may bring torch is imported under a condition in {cell}")[0]
     has_os = any(("os", "os") in imports_in(parsed.code(body[i])) for i in imports if i < at)
     start = at if has_os else imports[0]
     new = list(rewriting.statements(("" if has_os else "import os\n\n") + setting + "\n", parsed))
@@ -223,15 +210,13 @@ def _imports(source: str) -> bool:
 
 @proposing
 def _propose_by_name(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where descriptors are what ran out."""
     check_host(incident)
     if evidence.code.sharing_strategy is None:
         raise Unfit("no tensors are handed between processes here")
     if evidence.code.sharing_strategy == _BY_NAME:
         raise Unfit("tensors are handed between processes by file name already")
-    basis = _basis(incident, evidence)
-    if basis is None:
-        raise Unfit("descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy")
+    why = "descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy"
+    basis = need(_basis(incident, evidence), why)
     if any(loader.spawns and loader.num_workers for loader in evidence.code.loaders):
         raise Unfit("workers that are spawned begin with the strategy of the platform, whatever is set here")
     yield Proposal(
@@ -253,15 +238,11 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
 
 @refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the failing cell with the strategy set before all else."""
     for cell in cells.history:
         if _CHOOSES.search(cell.source):
             raise Unfit(f"{cell} sets the sharing strategy itself")
-    parsed = need(rewriting.read(cells.failing.source))
     lines = [] if import_lines.knows_torch(cells) else ["import torch"]
-    lines.append(f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")')
-    module = import_lines.insert_at_top(parsed, parsed.module, lines)
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, parsed, module)])
+    return changed(cells, cells.failing, {}, [*lines, f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")'])
 
 
 _SLICES: Final = {"slicing": 1.05, "attention_slicing": 1.1, "model_cpu_offload": 1.5}
@@ -279,27 +260,21 @@ class _Owner(NamedTuple):
 
 def _detect_switches(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find what the failing run calls that has such switches, or holds a model that does."""
-    return tuple(_switches(program, objects))
-
-
-def _switches(program: Program, objects: Objects) -> Iterator[Site]:
-    for scope in program.running:
-        for node in own_nodes(scope.body):
-            name = call_name(node).partition(".")[0] if isinstance(node, ast.Call) else ""
-            pipeline = objects.namespace.get(name)
-            if not isinstance(node, ast.Call) or pipeline is None:
-                continue
+    sites: list[Site] = []
+    for scope, node in ((running, node) for running in program.running for node in own_nodes(running.body)):
+        name = call_name(node).partition(".")[0] if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and (pipeline := objects.namespace.get(name)) is not None:
             parts = {f"{name}.{key}": part for key, part in (plain_dict(pipeline) or {}).items()}
             for path, owner in {name: pipeline, **parts}.items():
                 names = {member for base in mro_of(type(owner)) for member in members_of(base)}
-                for found in filter(None, map(_SWITCH.fullmatch, sorted(names))):
-                    yield site(found[1], scope, node, (name, f"{path}.{found[0]}"))
+                switches = filter(None, map(_SWITCH.fullmatch, sorted(names)))
+                sites += [site(one[1], scope, node, (name, f"{path}.{one[0]}")) for one in switches]
+    return tuple(sites)
 
 
 def _propose_switches(
     kinds: Mapping[str, float], effect: Effect, caveat: str | None, incident: Incident, evidence: Evidence
 ) -> Iterator[Proposal]:
-    """Propose more and more of the switches that there are, mildest first."""
     sites = evidence.code.sites.get("library_slices", ())
     size = found_or_asked(incident, evidence)
     is_device = evidence.device.tensor_device != "cpu" and not evidence.device.simulated
@@ -324,16 +299,14 @@ def _propose_switches(
 
 @refusing
 def _patch_switches(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Put a line for each switch behind the one that makes the pipeline."""
     sites = evidence.code.sites.get("library_slices", ())
     lines: dict[_Owner, str] = {}
-    for call in str(dict(dose.values)["switches"]).split(", "):
-        owner = next((one.names[0] for one in sites if one.names[1] == call), None)
-        if owner is None:
-            raise Unfit(f"`{call}` is no switch of what the failing cell calls")
+    for call in str(dose["switches"]).split(", "):
+        owners = [_Owner(one.names[0]) for one in sites if one.names[1] == call]
+        owner = need(owners, f"`{call}` is no switch of what the failing cell calls")[0]
         if any(f"{call}(" in cell.source for cell in cells.history):
             raise Unfit(f"`{call}` is called already")
-        lines[_Owner(owner)] = lines.get(_Owner(owner), "") + f"{call}()\n"
+        lines[owner] = lines.get(owner, "") + f"{call}()\n"
     return placed(cells, lines.items(), ())
 
 

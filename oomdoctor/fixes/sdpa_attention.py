@@ -1,18 +1,13 @@
 """Attention that writes out its scores exchanged for PyTorch's fused ``scaled_dot_product_attention``.
 
 Written out, attention holds batch x heads x length x length numbers several times over; a fused kernel holds none of
-them. Models of transformers bring a switch for it. Attention that the notebook writes itself is read statement by
-statement, with its scale, mask and dropout, and exchanged where each of them is known to mean what the kernel does;
-weights that are returned, kept or changed in another way forbid it. A model of an earlier cell is switched at the top
-of the failing one.
+them. Attention that the notebook writes itself is told by what is done: a product, a softmax of it, and a product with
+that; a function that also calls the fused kernel is taken to choose it. Models of transformers bring a switch; one of
+an earlier cell is switched at the top of the failing one.
 
-The results are equal up to rounding. Dropout of weights draws other random numbers than the layer did. Where a mask
-leaves a query nothing to attend to, the two differ: that is looked for while a change is tried, and refused. So is
-attention that PyTorch has no fused kernel for, as none of those for the CPU drops weights: it would be written out by
-PyTorch itself. Kernels take four dimensions (batch, heads, length, features); attention of three is left alone.
-
-It is told by what is done, not by names: a product, a softmax of it, and a product with that. A function that also
-calls the fused kernel is taken to choose it. Models of transformers are asked for such attention by a setting.
+The results are equal up to rounding. Dropout of weights draws other random numbers. Where a mask leaves a query nothing
+to attend to, the two differ: that is looked for while a change is tried, and refused. So is attention that PyTorch has
+no fused kernel for. Kernels take four dimensions (batch, heads, length, features); attention of three is left alone.
 """
 
 from __future__ import annotations
@@ -32,14 +27,9 @@ import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
 from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells, Session
-from oomdoctor.model.site import Site
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.kinds import child_path, plain_dict, submodules
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import rewriting

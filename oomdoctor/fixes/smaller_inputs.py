@@ -1,18 +1,12 @@
 """Smaller inputs: smaller batches, shorter sequences, and smaller images.
 
-``smaller_batch``: what a person does first when memory runs out. Each step then averages over fewer samples and an
-epoch has more of them, so the training goes another way: ``micro_batch`` keeps the effective batch and is to be
-preferred where it can be had. The number is changed where it is written, in whichever cell, and loaders that were made
-from it are made anew. A number that also sets what cannot be made again, as a schedule over so many steps, is left
-alone.
+``smaller_batch``: each step then averages over fewer samples, so the training goes another way: ``micro_batch`` is to
+be preferred where it can be had. The number is changed where it is written, in whichever cell, and loaders that were
+made from it are made anew; not where it also sets what cannot be made again, as a schedule over so many steps.
 
-``truncate_sequence``, ``smaller_image``: activations grow with the length of the sequences, those of plain attention
-with its square, and those of convolutions with the area of images. The batch is made smaller in the loop, before the
-model is given it: that holds whatever made the batch. What stands beyond a cut is not learnt from. Images only for
-models that pool images of whatever size before their last layers: others would not run on another size, or would give
-results of another size than their targets.
-
-There is no live form: whether a model may be given less than it asks for is in the code that calls it.
+``truncate_sequence``, ``smaller_image``: activations grow with the length of sequences and with the area of images. The
+batch is made smaller in the loop, before the model is given it, whatever made it. Images only for models that pool them
+before their last layers, whatever their size.
 """
 
 from __future__ import annotations
@@ -37,14 +31,10 @@ from oomdoctor.fixes._preconditions import (
     refusing,
     running_loops,
 )
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Incident
-from oomdoctor.model.memory import Holding, Role
-from oomdoctor.model.session import Cells
+from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.earlier_cells import exchange_numbers
@@ -97,7 +87,6 @@ def _taken(numbers: tuple[Number, ...], size: int | None) -> tuple[Number, ...]:
 @_trainers.first("smaller_batch")
 @proposing
 def _propose_batch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose batches of a half of the samples down to a 32nd of them."""
     loops = running_loops(evidence)
     check_training(evidence)
     size = _samples(evidence, loops)
@@ -129,7 +118,6 @@ def _samples(evidence: Evidence, loops: list[TrainingLoop]) -> int | None:
 
 @refusing
 def _patch_batch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with batches of ``dose["batch_size"]`` samples at most in every loop of the failing run."""
     code, size = evidence.code, dose.number("batch_size")
     if (through := _trainers.patched("smaller_batch", cells, evidence, dose)) is not None:
         return through
@@ -175,7 +163,6 @@ def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
 
 
 def _scales(incident: Incident, evidence: Evidence) -> int:
-    """Return the bytes that grow with the inputs."""
     check_training(evidence)
     scales = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
     if not scales:
@@ -185,7 +172,6 @@ def _scales(incident: Incident, evidence: Evidence) -> int:
 
 @proposing
 def _truncate(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose a half, a quarter and an eighth of the longest sequence in the batch."""
     scales = _scales(incident, evidence)
     _loops(evidence, of_images=False)
     length = need(_length(evidence), "the census found no batch of token numbers, samples by length")
@@ -211,7 +197,6 @@ def _length(evidence: Evidence) -> int | None:
 
 @refusing
 def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with sequences of ``dose["length"]`` tokens at most."""
     loops, length = _loops(evidence, of_images=False), dose.number("length")
     if any(f"[:, :{length}]" in cell.source for cell in cells.history):
         raise Unfit(f"the batch is cut to {length} already")
@@ -253,7 +238,6 @@ def _cut(evidence: Evidence, length: int, loop: TrainingLoop, names: set[str]) -
 
 @proposing
 def _shrink(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose three quarters, a half and a quarter of the side of the images."""
     scales = _scales(incident, evidence)
     _loops(evidence, of_images=True)
     side = _side(evidence)
@@ -299,7 +283,6 @@ def _side(evidence: Evidence) -> int:
 
 @refusing
 def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Return the cells with images of ``dose["size"]`` pixels a side."""
     loops, size = _loops(evidence, of_images=True), dose.number("size")
     _side(evidence)  # of squares of one size alone
     if any("interpolate(" in cell.source and f"({size}, {size})" in cell.source for cell in cells.history):

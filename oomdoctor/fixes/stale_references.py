@@ -1,18 +1,14 @@
 """What nobody needs any more let go of: shown results, the traceback of an earlier failure, PyTorch's unused cache.
 
 ``clear_output_cache``: ``Out[n]``, ``_n``, ``_``, ``__`` and ``___`` keep what the last line of a cell showed, a whole
-autograd graph included. Removed are just the entries that hold tensors and that the failing cell does not read; a name
-of the user's own for the same object is left alone. A semicolon behind the last line of a cell keeps its result out of
-the cache from the beginning.
+autograd graph included. Removed are the entries that hold tensors and that the failing cell does not read.
 
 ``release_traceback``: IPython and the interpreter keep the last failure for ``%debug`` and ``%tb``, and its frames keep
-every local variable that they had. The failure at hand is left alone, as it is still to be shown and is released by the
-retry. An exception that a name of the user's holds keeps its traceback too: that name is the user's to delete.
+every local variable that they had. The failure at hand is left alone, and an exception that a name of the user's holds.
 
-``release_cache``: the caching allocator gives its free segments back by itself before it fails, so ``empty_cache``
-never helps a tensor that PyTorch could not allocate. It does help what asks the driver: the handles and workspaces of
-cuBLAS and cuDNN, CuPy, JAX and TensorFlow in the same process. It is proposed for those alone, and where segments are
-wholly free. The cache fills again as the cell goes on, so this makes room for what is allocated once and early.
+``release_cache``: the caching allocator gives its free segments back by itself before it fails. What asks the driver
+does not have that: the handles and workspaces of cuBLAS and cuDNN, CuPy, JAX and TensorFlow. It is proposed for those
+alone, where segments are wholly free, and makes room for what is allocated once and early.
 
 What was let go of stays gone when the context is left: holding it to put it back would hold the memory.
 """
@@ -22,21 +18,19 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Final
 
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
-from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Dose, Effect, Fix, Patch, Proposal
-from oomdoctor.model.incident import Family, Incident
-from oomdoctor.model.memory import DeviceMemory, Role
-from oomdoctor.model.session import Cells, Session
+from oomdoctor.fixes._construction_sites import changed
+from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session, Unavailable
+from oomdoctor.model.incident import Family
+from oomdoctor.model.memory import Role
 from oomdoctor.model.sizes import format_size
-from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.objects.frames import chained, set_traceback, traceback_of
 from oomdoctor.objects.kinds import plain_dict
 from oomdoctor.objects.paths import Root
@@ -49,21 +43,22 @@ _LAST: Final = ("_", "__", "___")
 _ENTRY: Final = re.compile(r"Out\[(\d+)\]")
 
 
+def _first(release: Callable[[Session], None]) -> Callable[[Session, Dose], AbstractContextManager[None]]:
+    """Return an ``apply`` that lets go of something on entering; nothing is put back."""
+
+    @contextmanager
+    def applied(session: Session, dose: Dose) -> Iterator[None]:
+        release(session)  # whose local names would keep it
+        yield
+
+    return applied
+
+
 @proposing
 def _propose_outputs(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose to _clear it where the census found tensors that the output cache alone keeps alive."""
-    held = evidence.census.bytes_of(Role.OUTPUT_CACHE)
-    if not held:
-        raise Unfit("the output cache keeps no tensors alive")
+    held = need(evidence.census.bytes_of(Role.OUTPUT_CACHE), "the output cache keeps no tensors alive")
     basis = f"measured: the census found {format_size(held)} that only the output cache keeps"
     yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
-
-
-@contextmanager
-def _apply_outputs(session: Session, dose: Dose) -> Iterator[None]:
-    """Clear the cache; what was removed is not put back."""
-    _clear(session)  # whose local names would keep it
-    yield
 
 
 def _clear(session: Session) -> None:
@@ -102,7 +97,7 @@ def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
 
 
 def _names_read(source: str) -> set[str]:
-    """Return the names that the source reads; those of IPython's own lines count as read wherever they are named."""
+    """Return the names that the source reads; those that IPython's own lines name count as read."""
     hidden = {word for _, line in mask(source).hidden for word in re.findall(r"\w+", line)}
     return hidden | (set(re.findall(r"\w+", source)) if parsed(source) is None else read_names(source))
 
@@ -114,7 +109,6 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _patch_outputs(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Refuse, and say what would keep the results out of the cache from the beginning."""
     paths = [one.path for one in evidence.census.holdings if one.role is Role.OUTPUT_CACHE]
     shown = sorted({f"In[{match[1]}]" for path in paths if (match := _ENTRY.match(path))})
     where = " and ".join(shown) or "the cell that showed it"
@@ -126,19 +120,9 @@ _LAST_FAILURE: Final = ("last_exc", "last_type", "last_value", "last_traceback")
 
 @proposing
 def _propose_traceback(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose to let go where the census found tensors in the frames of an earlier failure."""
-    held = evidence.census.bytes_of(Role.TRACEBACK)
-    if not held:
-        raise Unfit("no earlier traceback keeps tensors alive")
+    held = need(evidence.census.bytes_of(Role.TRACEBACK), "no earlier traceback keeps tensors alive")
     basis = f"measured: the census found {format_size(held)} in the frames of an earlier failure"
     yield Proposal(effect=Effect.EXACT, saves=held, basis=basis)
-
-
-@contextmanager
-def _apply_traceback(session: Session, dose: Dose) -> Iterator[None]:
-    """Let go of earlier tracebacks; nothing else changes, so there is nothing to undo."""
-    _release(session)
-    yield
 
 
 def _release(session: Session) -> None:
@@ -187,11 +171,6 @@ def _goes_through_failing_cell(session: Session, tb: TracebackType | None) -> bo
     return False
 
 
-def _patch_traceback(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Refuse: no line of the user's keeps the traceback."""
-    return Refused("nothing in the code to change: IPython and the interpreter keep the traceback of the last failure")
-
-
 _BESIDE: Final = {
     Family.CUBLAS: "cuBLAS",
     Family.CUDNN: "cuDNN",
@@ -205,43 +184,24 @@ _CLEARS: Final = re.compile(r"\bempty_cache\(")
 
 @proposing
 def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    """Propose it where something beside PyTorch's allocator was refused and PyTorch holds free segments."""
-    asker = _BESIDE.get(incident.family)
-    if asker is None:
-        raise Unfit("PyTorch's allocator gives its unused cache back by itself before it fails")
-    device = evidence.device
-    if device.simulated or device.name.partition(":")[0] not in _KINDS:
+    why = "PyTorch's allocator gives its unused cache back by itself before it fails"
+    asker, device = need(_BESIDE.get(incident.family), why), evidence.device
+    kind = device.name.partition(":")[0]
+    if device.simulated or kind not in _KINDS:
         raise Unfit(f"no cache of PyTorch's is in use on {device.name}")
-    cached = _wholly_free(device)
-    if isinstance(cached, Unavailable):
-        raise Unfit(f"what PyTorch holds unused is not known: {cached.reason}")
-    if cached <= 0:
-        raise Unfit(f"PyTorch holds no segment on {device.name} that is wholly free")
-    basis = f"measured: {format_size(cached)} of PyTorch's segments are wholly free, and {asker} asks the driver"
-    dose = Dose.of(kind=device.name.partition(":")[0])
-    yield Proposal(dose=dose, effect=Effect.EXACT, saves=cached, slowdown=1.0, basis=basis)
-
-
-def _wholly_free(device: DeviceMemory) -> int | Unavailable:
-    """Return the bytes of segments without a live block: the others cannot be given back."""
-    counted = (device.reserved, device.allocated, device.inactive_split)
-    missing = next((one for one in counted if isinstance(one, Unavailable)), None)
-    if missing is not None:
-        return missing
-    reserved, allocated, split = (one for one in counted if not isinstance(one, Unavailable))
-    return reserved - allocated - split
-
-
-@contextmanager
-def _apply_cache(session: Session, dose: Dose) -> Iterator[None]:
-    """Give the unused cache back; no object of the program changes, so there is nothing to undo."""
-    session.accelerator.empty_cache()
-    yield
+    held: list[int] = []
+    for counted in (device.reserved, device.allocated, device.inactive_split):
+        if isinstance(counted, Unavailable):
+            raise Unfit(f"what PyTorch holds unused is not known: {counted.reason}")
+        held.append(counted)
+    # A segment with a live block cannot be given back.
+    free = need(max(0, held[0] - held[1] - held[2]), f"PyTorch holds no segment on {device.name} that is wholly free")
+    basis = f"measured: {format_size(free)} of PyTorch's segments are wholly free, and {asker} asks the driver"
+    yield Proposal(dose=Dose.of(kind=kind), effect=Effect.EXACT, saves=free, basis=basis)
 
 
 @refusing
 def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    """Clear the cache at the start of the failing cell."""
     cell = cells.failing
     if _CLEARS.search(cell.source):
         raise Unfit("the cell empties the cache already")
@@ -252,8 +212,7 @@ def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     if torch != import_lines.library_name(cells):
         raise Unfit("torch is imported in the middle of the cell")
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
-    module = import_lines.insert_at_top(parsed, parsed.module, [*imports, line])
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
+    return changed(cells, cell, {}, [*imports, line])
 
 
 FIXES: Final = (
@@ -263,7 +222,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="the results are no longer in Out",
         propose=_propose_outputs,
-        apply=_apply_outputs,
+        apply=_first(_clear),
         patch=_patch_outputs,
         is_tried=False,
     ),
@@ -273,8 +232,10 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="%debug and %tb no longer reach that failure",
         propose=_propose_traceback,
-        apply=_apply_traceback,
-        patch=_patch_traceback,
+        apply=_first(_release),
+        patch=refused(
+            "nothing in the code to change: IPython and the interpreter keep the traceback of the last failure"
+        ),
         is_tried=False,
     ),
     Fix(
@@ -283,7 +244,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="segments are allocated anew as they are needed",
         propose=_propose_cache,
-        apply=_apply_cache,
+        apply=_first(lambda session: session.accelerator.empty_cache()),
         patch=_patch_cache,
         is_tried=False,
     ),

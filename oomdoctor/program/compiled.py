@@ -3,11 +3,11 @@
 The lines of a code object, of a frame or of a traceback are all that is known of what runs; here they are brought
 together with the statements and functions of the text. What is not Python defines nothing and has no statements.
 
-Code can be rewritten so that each loop calls a hook before every iteration, and each branch that a counter decides
-another. The hooks stand in ``builtins`` of the process that runs the rewritten code: one that was forked to be thrown
-away. A loop that its hook ends does so as one that has run out: its ``else`` is run, and what follows is seen. Line
-numbers stay what they are. Limits: ``async for`` does not ask, nor do functions that were running already, nor those
-made by ``exec`` of a text that no file holds.
+Code can be rewritten so that each loop calls a hook before every iteration, each branch that a counter decides another,
+and each expression whose value may be a number a third. The hooks stand in ``builtins`` of the process that runs the
+rewritten code: one that was forked to be thrown away. A loop that its hook ends does so as one that has run out: its
+``else`` is run, and what follows is seen. Line numbers stay what they are. Limits: ``async for`` does not ask, nor do
+functions that were running already, nor those made by ``exec`` of a text that no file holds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import __future__
 
 import ast
 import builtins
-import dis
 import symtable
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
@@ -158,7 +157,22 @@ FunctionKey: TypeAlias = tuple[str, int]
 """Qualified name and first line of a function."""
 
 HOOK_PREFIX: Final = "_oomdoctor_"
-_JUMP_BACK: Final = frozenset(code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An expression of a program that compares, computes, calls or subscripts.
+
+    Attributes:
+        function: the qualified name of what it stands in, empty outside of functions and classes.
+        text: the expression, by which it is known in a changed program.
+        names: what it reads, as dotted names; ``inner``: the texts of such expressions in it.
+    """
+
+    function: str
+    text: str
+    names: tuple[str, ...] = field(default=(), compare=False)
+    inner: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +189,7 @@ class LoopHooks:
         branch: takes what an ``if`` decided in whose test there is a counter; returns the decision.
         asked: called before what an ``assert`` tests.
         holds: takes what ``asked`` returned and what was tested; returns whether it holds.
+        value: takes the parts of a ``Site`` and the value of that expression; returns the value.
     """
 
     items: Callable[[Any, bool], Iterable[Any]] = lambda iterable, _is_outside: iterable
@@ -184,12 +199,13 @@ class LoopHooks:
     branch: Callable[[Any], Any] = lambda outcome: outcome
     asked: Callable[[], Any] = lambda: None
     holds: Callable[[Any, Any], Any] = lambda _asked, outcome: outcome
+    value: Callable[[tuple[Any, ...], Any], Any] = lambda _site, value: value
 
 
 def install_hooks(hooks: LoopHooks) -> None:
     """Let rewritten code of this process call ``hooks``, in the place of those that it called before."""
-    for field in fields(hooks):
-        setattr(builtins, HOOK_PREFIX + field.name, getattr(hooks, field.name))
+    for hook in fields(hooks):
+        setattr(builtins, HOOK_PREFIX + hook.name, getattr(hooks, hook.name))
 
 
 def compile_hooked(text: str, filename: str, flags: int = 0, *, last: str | None = None) -> CodeType:
@@ -226,9 +242,7 @@ def function_key(code: CodeType) -> FunctionKey:
     return code.co_qualname, code.co_firstlineno
 
 
-def has_loop(code: CodeType) -> bool:
-    """Return whether a function has a loop, or a function or comprehension inside of it has."""
-    return any(not _JUMP_BACK.isdisjoint(each.co_code[::2]) for each in with_inner(code))
+_VALUED: Final = (ast.Compare, ast.BoolOp, ast.BinOp, ast.Call, ast.Subscript)
 
 
 class _Hooking(ast.NodeTransformer):
@@ -236,14 +250,57 @@ class _Hooking(ast.NodeTransformer):
         self._counters = counters
         self._whiles = 0
         self._depth = 0
+        self._within: list[str] = []
+        self._unhooked: set[ast.AST] = set()
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return a node as it is rewritten."""
+        if not isinstance(node, _VALUED) or node in self._unhooked or isinstance(getattr(node, "ctx", None), _STORED):
+            return super().visit(node)
+        parts = [part for part in ast.walk(node) if part is not node]
+        names = {ast.unparse(part) for part in parts if _is_dotted(part)}
+        inner = {ast.unparse(part) for part in parts if isinstance(part, _VALUED)}
+        site: Any = (".".join(self._within), ast.unparse(node), (*sorted(names),), (*sorted(inner),))
+        return ast.copy_location(_call("value", ast.Constant(site), super().visit(node)), node)
+
+    def visit_ClassDef(self, node: Any) -> Any:
+        self._within.append(node.name)
+        self.generic_visit(node)
+        self._within.pop()
+        return node
 
     def visit_FunctionDef(self, node: Any) -> Any:
+        self._depth += 1
+        returns, node.returns = node.returns, None  # what is annotated is read by others as it stands
+        self.visit_ClassDef(node)
+        node.returns = returns
+        self._depth -= 1
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
         return node
 
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        node.value = None if node.value is None else self.visit(node.value)
+        return node
+
+    def visit_match_case(self, node: ast.match_case) -> ast.match_case:
+        self._unhooked.update(ast.walk(node.pattern))
+        self.generic_visit(node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        self._unhooked.add(node.value)  # nobody takes its value
+        self.generic_visit(node)
+        return node
 
     def visit_For(self, node: ast.For) -> ast.For:
         self.generic_visit(node)
@@ -277,6 +334,7 @@ class _Hooking(ast.NodeTransformer):
         return ast.copy_location(_call("listed", _call("mark"), node), node)
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        self._unhooked.update(ast.walk(node.test))  # the loop asks
         self.generic_visit(node)
         self._whiles += 1
         name, test = f"rounds_{self._whiles}", node.test
@@ -284,6 +342,16 @@ class _Hooking(ast.NodeTransformer):
         target = ast.Name(id=HOOK_PREFIX + name, ctx=ast.Store())
         begun = ast.Assign(targets=[target], value=_call("rounds", ast.Constant(self._depth == 0)))
         return [ast.copy_location(begun, node), node]
+
+
+_STORED: Final = (ast.Store, ast.Del)
+
+
+def _is_dotted(node: ast.AST) -> bool:
+    """Tell whether an expression is a name, or an attribute of one."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def _call(hook: str, *args: ast.expr) -> ast.Call:

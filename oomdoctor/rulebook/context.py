@@ -69,6 +69,8 @@ SYMBOLS: Final[Mapping[str, Mapping[str, type]]] = {
         **dict.fromkeys(("family", "source_line", "frame", "contradiction"), str),
         "on_host": bool,
         **_numbers(*_SHARES, "request_ratio", "allocated_ratio"),
+        # what is unused would have served the request, and what others hold would have
+        **dict.fromkeys(("fragmented", "occupied"), bool),
     },
     "device": {
         **_of(DeviceMemory, "tensor_device", "switched_on"),

@@ -67,6 +67,7 @@ def complete(facts: Facts) -> Facts:
     incident["request_ratio"] = _share(incident.get("requested"), incident.get("total"))
     incident["allocated_ratio"] = _share(incident.get("allocated"), incident.get("total"))
     incident["elsewhere_ratio"] = _share(incident["elsewhere"], incident.get("total"))
+    incident |= {"fragmented": _is_fragmented(incident), "occupied": _is_occupied(incident)}
     host |= _of_program(host)
     device["unused"] = _unused(device)
     device["elsewhere"] = _elsewhere(device)
@@ -87,6 +88,50 @@ def complete(facts: Facts) -> Facts:
         census["outweighed"] = requested if requested is not None and requested > activation else None
     census["other_ratio"] = max(_number(census[f"{role.value}_ratio"]) or 0.0 for role in Role if role is not _RUNNING)
     return {**facts, "incident": incident, "device": device, "census": census, "host": host, "code": code}
+
+
+_SMALL: Final = 2 << 20
+_MEDIUM: Final = 20 << 20
+"""Segments for requests of up to 1 MiB and of up to 10 MiB, which always leave a rest.
+
+Source: ``kSmallBuffer`` and ``kLargeBuffer`` of ``c10/cuda/CUDACachingAllocator.cpp``.
+"""
+_CONTEXTS: Final = 3 << 29
+"""More than the contexts of a device take; see ``_CONTEXT_LIMIT`` in ``incident/scan.py``."""
+
+
+def _is_fragmented(incident: Mapping[str, Fact]) -> bool:
+    """Whether what the pool holds unused would have served the request, and is no small part of it.
+
+    Where others hold much more, they refused it, and not the pieces.
+    """
+    names = "requested", "total", "unused", "allocated", "reserved"
+    numbers = [number for name in names if (number := _number(incident.get(name))) is not None]
+    if len(numbers) < len(names) or incident.get("on_host"):
+        return False
+    asked, total, unused, held, pool = numbers
+    elsewhere = _number(incident["elsewhere"]) or 0
+    return (
+        asked > _SMALL
+        and held < total
+        and pool <= _ROUNDING * total
+        and unused >= max(asked, 0.05 * pool)
+        and (asked > _MEDIUM or unused >= max(0.3 * pool, 2 * _MEDIUM))
+        and not (elsewhere >= 0.4 * total and elsewhere > 2 * unused)
+    )
+
+
+def _is_occupied(incident: Mapping[str, Fact]) -> bool:
+    """Whether what is held outside of the pool would have served the request, and next to nothing was free.
+
+    What is free is read after the refusal, and a little of it is never to be had.
+    """
+    names = "requested", "total", "free", "elsewhere"
+    numbers = [number for name in names if (number := _number(incident.get(name))) is not None]
+    if len(numbers) < len(names):
+        return False
+    asked, total, free, elsewhere = numbers
+    return elsewhere >= max(0.15 * total, _CONTEXTS, asked) and free < max(asked, 0.1 * elsewhere)
 
 
 _HOST: Final = "cpu"

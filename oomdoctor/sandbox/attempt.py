@@ -18,7 +18,7 @@ from typing import Any, Final
 from oomdoctor.errors import ForecastError
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.named import is_users_file
-from oomdoctor.program.compiled import compile_hooked, does_nothing, function_key, has_loop, hooked_functions
+from oomdoctor.program.compiled import compile_hooked, does_nothing, function_key, hooked_functions
 from oomdoctor.program.magics import mask
 from oomdoctor.program.modules import importing, put_in_place
 from oomdoctor.sandbox.copies import one_sentence
@@ -60,15 +60,15 @@ def compile_cell(source: str, filename: str, shell: Any, *, last: str | None = N
 
 
 def hook_functions(functions: Iterable[FunctionType]) -> set[str]:
-    """Have the loops of the user's among some functions ask; return the names of the files of those that have any.
+    """Have the loops of the user's among some functions ask; return the names of their files.
 
     A function of ours may have the user's globals, by which torch takes it for theirs.
     """
-    looping: dict[str, list[FunctionType]] = {}
+    theirs: dict[str, list[FunctionType]] = {}
     for function in functions:
-        if is_users_file(function.__code__.co_filename) and has_loop(function.__code__):
-            looping.setdefault(function.__code__.co_filename, []).append(function)
-    for filename, in_file in looping.items():
+        if is_users_file(function.__code__.co_filename):
+            theirs.setdefault(function.__code__.co_filename, []).append(function)
+    for filename, in_file in theirs.items():
         codes = hooked_functions("".join(linecache.getlines(filename)), filename)
         if codes:
             asking.add(filename)
@@ -76,7 +76,7 @@ def hook_functions(functions: Iterable[FunctionType]) -> set[str]:
             code = codes.get(function_key(function.__code__))
             if code is not None and code.co_freevars == function.__code__.co_freevars:
                 function.__code__ = code
-    return set(looping)
+    return set(theirs)
 
 
 @contextlib.contextmanager

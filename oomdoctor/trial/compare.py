@@ -125,9 +125,11 @@ def warm_up() -> None:
 
 def _found(comparison: Comparison, deadline: float) -> Trial:
     """Try the changed programs, one after the other, on more and more rows until ``deadline``."""
-    ways, first = comparison.ways, None
+    ways, first, seen_later = comparison.ways, None, dict[Attempt, Trial]()
     while (way := ways.current) is not None:
         trial = comparison.of(way)
+        if trial.same and way not in seen_later:
+            trial = seen_later[way] = comparison.in_later_steps(way, trial)
         if trial.same is None:
             return first or trial
         if trial.same is False:

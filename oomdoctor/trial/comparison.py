@@ -17,8 +17,10 @@ from oomdoctor.model.fix import Effect
 from oomdoctor.model.plan import Trial
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.leaves import ANOTHER_NAME, RANDOM, Leaf
+from oomdoctor.program.compiled import Site, global_names
 from oomdoctor.program.definitions import bound_in_other_loops, read
-from oomdoctor.program.names import bound_names, read_names
+from oomdoctor.program.magics import mask
+from oomdoctor.program.names import bound_names
 from oomdoctor.program.regions import regions
 from oomdoctor.trial.differences import (
     Difference,
@@ -31,6 +33,7 @@ from oomdoctor.trial.differences import (
     shown,
     why_of,
 )
+from oomdoctor.trial.later_steps import shown as shown_sites
 from oomdoctor.trial.run import End, Terms
 from oomdoctor.trial.runs import Runs, Ways
 from oomdoctor.trial.setup import Stage
@@ -43,6 +46,9 @@ _MOST_STEPS: Final = 8
 _FASTER: Final = 4
 """How many times as many rows, or steps of whole batches, a wider comparison takes."""
 _ALL: Final = 1 << 30
+_TURNS: Final = 2
+"""Turns that a loop makes where later steps are looked for, so that the numbers that it counts by move."""
+_MOST_SITES: Final = 4
 _CONTROLS: Final = 3
 """How often the unchanged program is begun a last digit off, where something differs by little more than that makes."""
 _FAR: Final = 1e-3
@@ -62,6 +68,7 @@ class Comparison:
         rows: how many of a batch are taken; ``steps``: of an optimizer.
         large: numbers in a model's parameters above which it has to do with ``_ROWS_OF_LARGE``; None: with all.
         is_precise: whether autocast is left off.
+        still: expressions that come to another value than they had in the first steps.
         took_s: how long it took to compare the last one, the run of the unchanged program included.
     """
 
@@ -76,6 +83,7 @@ class Comparison:
     steps: int = _FEW_STEPS
     large: int | None = _LARGE
     is_precise: bool = False
+    still: frozenset[tuple[Site, Any]] = frozenset()
 
     def __post_init__(self) -> None:
         self.took_s = self._waited_s = 0.0
@@ -105,10 +113,10 @@ class Comparison:
 
     @cached_property
     def _mentioned(self) -> set[str]:
-        """The names that a cell binds or reads."""
+        """The names of the notebook that a cell binds or reads."""
         history = (cell.source for cell in self.session.cells.history)
         told = [*self.before.replays, self.before.source, *history]
-        return {name for text in told for name in (*bound_names(text), *read_names(text))}
+        return {name for text in told for name in global_names(mask(text).text)}
 
     @property
     def is_whole(self) -> bool:
@@ -121,6 +129,28 @@ class Comparison:
             return replace(self, rows=self.rows * _FASTER, large=None)
         is_all = not self._unchanged.was_cut or self.steps >= _MOST_STEPS
         return None if is_all else replace(self, steps=min(self.steps * _FASTER, _MOST_STEPS))
+
+    def in_later_steps(self, after: Attempt, trial: Trial) -> Trial:
+        """Return what comes of a changed program that leaves the same, in steps that the trial does not come to."""
+        unchanged = self._unchanged
+        if not unchanged.was_cut and self.is_whole:
+            return trial
+        noted = self._ended(self.before, notes=True, turns=_TURNS).still
+        compared, unseen = frozenset(noted.items()), list[Site]()
+        if compared and (found := replace(self, still=compared).of(after)).same is None:
+            for one in sorted(compared, key=str)[:_MOST_SITES]:
+                found = replace(self, still=frozenset([one])).of(after)
+                if found.same is False:
+                    break
+                unseen += [one[0]] if found.same is None else []
+        if not compared:
+            return trial
+        if found.same is False:
+            return replace(found, why=f"as later steps may go ({shown_sites(noted)}), {found.why}")
+        told = f"so are later steps ({shown_sites(noted)})"
+        if unseen:
+            told = f"later steps were not tried ({shown_sites(unseen)})"
+        return replace(trial, basis=f"{trial.basis}; {told}")
 
     @cached_property
     def _without_autocast(self) -> Comparison:
@@ -288,6 +318,7 @@ class Comparison:
             self._ahead(other, without=self._own(other), large=self._large)
 
     def _terms(self, **given: Any) -> Terms:
+        given |= {"still": self.still, "turns": _TURNS, "since": 1} if self.still else {}
         return Terms(rows=self.rows, steps=self.steps, known=self._lines, is_precise=self.is_precise, **given)
 
     def _basis(self) -> str:

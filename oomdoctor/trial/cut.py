@@ -49,13 +49,14 @@ class Progress:
         known: the lines of the unchanged program: its loops begin on them.
         most: optimizer steps after which a loop ends.
         was_cut: whether a loop ended before its time.
+        turns: that a loop makes at least, so that a loop around it makes more than one.
         drawn: the sizes of the batches that loaders have given.
         gradients: that optimizers have stepped by: a learning rate of nothing would leave no trace of them.
         begins: called before the first forward; ``calls``: before each, with its module.
     """
 
-    def __init__(self, known: Collection[str], most: int) -> None:
-        self.known, self.most = frozenset(known), most
+    def __init__(self, known: Collection[str], most: int, turns: int = 0) -> None:
+        self.known, self.most, self.turns = frozenset(known), most, turns
         self.begins: Callable[[], None] = lambda: None
         self.calls: Callable[[torch.nn.Module], None] = lambda _: None
         self.steps = self.backwards = self.forwards = 0
@@ -97,7 +98,7 @@ class Progress:
         if loop.line not in self.known:
             return False
         if self.steps > loop.steps:
-            over = self.steps - loop.steps >= self.most
+            over = self.steps - loop.steps >= self.most and loop.turns >= self.turns
         elif self.backwards > loop.backwards:
             over = loop.turns >= _MOST_TURNS
         else:
@@ -162,10 +163,11 @@ def _line(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
-def cut_loops(progress: Progress) -> None:
-    """Let ``progress`` answer the loops of this process."""
+def cut_loops(progress: Progress, value: Callable[[tuple[Any, ...], Any], Any]) -> None:
+    """Let ``progress`` answer the loops of this process, and ``value`` its expressions."""
     install_hooks(
         LoopHooks(
+            value=value,
             items=lambda iterable, _outside: _items(progress, iterable, _line(sys._getframe(1))),
             rounds=lambda _outside: _rounds(progress, _line(sys._getframe(1))),
         )

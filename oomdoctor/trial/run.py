@@ -19,12 +19,13 @@ from oomdoctor.errors import ForecastError
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.objects.leaves import Leaf, Leaves, generators, plain_leaf, text_leaf
 from oomdoctor.objects.named import is_users, own_modules
-from oomdoctor.program.compiled import HOOK_PREFIX
+from oomdoctor.program.compiled import HOOK_PREFIX, Site
 from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.restrictions import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
+from oomdoctor.trial.later_steps import Values, otherwise
 from oomdoctor.trial.setup import Stage, read_back
 
 _LAST: Final = f"{HOOK_PREFIX}last"
@@ -56,6 +57,7 @@ class End:
             what a copy of the process may not do.
         begun: the leaves at the first forward, where they were asked for.
         is_large: it ended at the first forward of a model that is as large as was asked.
+        still: the expressions that may come to another value in later steps, where they were asked for.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class End:
     is_ours: bool = False
     begun: Mapping[str, Leaf] = field(default_factory=dict)
     is_large: bool = False
+    still: Mapping[Site, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,9 @@ class Terms:
         begins: look at the leaves at the first forward as well.
         large: end at the first forward of a module whose parameters have more numbers than that.
         ticks: how far each reading of the clock moves it on.
+        turns: that each loop makes at least.
+        notes: look for what may come to another value in later steps.
+        still: expressions that do so, with the value that they had; ``since``: from so many steps on.
     """
 
     rows: int
@@ -97,6 +103,10 @@ class Terms:
     begins: bool = False
     large: int | None = None
     ticks: int = 1
+    turns: int = 0
+    notes: bool = False
+    still: frozenset[tuple[Site, Any]] = frozenset()
+    since: int = 0
 
 
 def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
@@ -115,14 +125,18 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
     except ForecastError as refusal:
         return End(error=str(refusal), is_ours=True)
     namespace, begun = session.namespace, dict[str, Leaf]()
-    progress = Progress(terms.known, terms.steps)
+    progress = Progress(terms.known, terms.steps, terms.turns)
     if terms.begins:
         progress.begins = lambda: begun.update(end_of(namespace, names_of(namespace), ""))
     if terms.is_precise:
         _leave_autocast_off()
-    cut_loops(progress)
     progress.count()
     progress.drawn = cut_loaders(terms.rows)
+    values, still = Values(progress.drawn, terms.rows, lambda: progress.steps < terms.steps), dict(terms.still)
+    if terms.notes:
+        cut_loops(progress, values.note)
+    else:
+        cut_loops(progress, lambda at, value: otherwise(at, value, still) if progress.steps >= terms.since else value)
     if terms.nudged:
         nudge = _Nudge(_COARSE if terms.is_coarse else 0.0, terms.nudged)
         nudge(stage.parameters)
@@ -134,7 +148,7 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
         error, is_ours = _ran(session, stage, attempt, codes)
     except _Large:
         return End(is_large=True)
-    end = End(error=error, is_ours=is_ours, rows=max(progress.drawn, default=0), begun=begun)
+    end = End(error=error, is_ours=is_ours, rows=max(progress.drawn, default=0), begun=begun, still=values.still())
     return _with_leaves(end, session, stage, progress, terms.without)
 
 

@@ -6,7 +6,8 @@ report and not from the text, and ``misses`` the fields that are not read yet. `
 for: ``seen`` while the table was written, ``held_back`` until it was, ``later`` gathered after that, and ``blind``
 labelled by hand before the table had read them, and mended by them since.
 
-``FRESH`` has two halves, split by a hash of the id: ``used`` to mend the table and the rules, and ``held`` back.
+``FRESH`` and ``FRESHER`` have two halves each, split by a hash of the id: ``used`` to mend the table and the rules, and
+``held`` back. Those of ``FRESHER`` were labelled, split and put down before the table and the rules had read them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("gathered.jsonl")
 FRESH = Path(__file__).with_name("gathered_2026b.jsonl")
+FRESHER = Path(__file__).with_name("gathered_2026c.jsonl")
 CORPUS = Path(__file__).parents[3] / "shared" / "corpus" / "oom_messages.jsonl"
 """A larger set outside of the project, read where it lies."""
 

@@ -2,6 +2,7 @@
 
 import builtins
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,38 @@ def test_functions_of_a_file_are_found_by_their_names_and_lines() -> None:
     total = names["total"]
     assert function_key(total.__code__) in hooked_functions(PROGRAM, "<cell>")
     assert hooked_functions("def broken(:", "<cell>") == {}
+
+
+WRITTEN = """
+from dataclasses import dataclass, fields
+from typing import ClassVar, Optional
+@dataclass
+class Base:
+    count: ClassVar[int] = 1 + 1
+    size: Optional[int] = None
+    def grown(self, by: dict[str, int]) -> tuple[int, ...]:
+        return (by["a"] + 1,)
+class Other(Base):
+    def grown(self, by):
+        return super().grown(by)
+def kind(value):
+    match value:
+        case 1 + 2j | -1:
+            return "number"
+        case [first, *_] if first > 1:
+            return f"{first + 1:>{first * 2}}"
+    return (found := value + 1) and found
+names = [field.name for field in fields(Base)]
+found = Other().grown({"a": 2}), kind(-1), kind([2, 3]), kind(4), Base.grown.__annotations__["by"]
+"""
+
+
+def test_all_that_python_writes_is_left_what_it_is() -> None:
+    plain: dict[str, Any] = {"__name__": "__main__"}
+    hooked = dict(plain)
+    exec(compile(WRITTEN, "<cell>", "exec"), plain)
+    seen = set()
+    install_hooks(LoopHooks(value=lambda site, value: (seen.add(site[:2]), value)[1]))
+    exec(compile_hooked(WRITTEN, "<cell>"), hooked)
+    assert (hooked["names"], hooked["found"]) == (plain["names"], plain["found"])
+    assert {("Base.grown", "by['a'] + 1"), ("kind", "first > 1"), ("kind", "value + 1")} <= seen

@@ -8,6 +8,7 @@ from scenes import CUDA, evidence, training
 
 from oomdoctor import fixes
 from oomdoctor.incident import from_text
+from oomdoctor.incident.formats import FORMATS
 from oomdoctor.model.case import Cause
 from oomdoctor.model.incident import Incident
 from oomdoctor.model.memory import Role
@@ -118,6 +119,23 @@ def test_others_are_not_blamed_where_enough_was_free(free, fires):
 def test_a_device_that_this_process_fills_always_has_a_finding(allocated, unallocated, tried):
     text = message(tried=tried, free="5.00 MiB", allocated=allocated, unallocated=unallocated)
     assert rules_of(text) & {"pool_fills_device", "fragmentation"}
+
+
+@pytest.mark.parametrize("tried", [0.01, 0.2, 8, 24, 40])
+def test_a_message_with_numbers_always_has_a_finding(tried):
+    shares = [(a, u, f) for a in (1, 12, 24, 25.5, 31) for u in (0, 1, 3, 8) for f in (0.02, 0.3, 2, 10)]
+    for allocated, unallocated, free in (sizes for sizes in shares if sum(sizes) <= 32):
+        sizes = {"free": free, "allocated": allocated, "unallocated": unallocated, "tried": tried}
+        assert rules_of(message(**{name: f"{size:.2f} GiB" for name, size in sizes.items()})), sizes
+
+
+def test_a_sample_of_each_format_has_a_finding():
+    assert [row.name for row in FORMATS if row.is_oom and not rules_of(row.sample)] == []
+
+
+def test_a_neighbour_is_blamed_where_a_little_more_was_free_than_asked_for():
+    text = message(tried="20.00 MiB", free="25.00 MiB", allocated="11.00 GiB", unallocated="200.00 MiB")
+    assert BOOK.match(from_text(text)[0], None)[0].rule == "other_process"
 
 
 def test_a_preflight_of_a_whole_model_is_not_read_as_one_tensor():

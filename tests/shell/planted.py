@@ -295,6 +295,19 @@ CASES = (
         ),
     ),
     case(
+        "activations of convolutions, in a pool with gaps",
+        "activations_dominate",
+        "x, y = torch.randn(512, 1, 28, 28), torch.randint(0, 10, (512,))\n"
+        "F.cross_entropy(model(x), y).backward()\noptimizer.step()",
+        filling=(
+            "convolutions = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU())",
+            "classes = nn.Sequential(nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))",
+            "model = nn.Sequential(convolutions, nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), classes)",
+            "optimizer = torch.optim.Adam(model.parameters())",
+        ),
+        budget="256MiB",
+    ),
+    case(
         "graph retained by backward",
         "graph_retained",
         TRAIN.replace("backward()", "backward(retain_graph=True)").replace("batches()", "batches(size=3_500)"),

@@ -51,6 +51,16 @@ TOKENS: Final = (
     "Y[torch.arange(7) >= 1 + torch.randint(0, 7, (2000, 1))] = -100\n"
 )
 
+LATER: Final = """\
+history = []
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = {loss}
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+"""
 WEIGHTED: Final = """\
 def weighted(out, y):
     weight = 1.0 + y
@@ -154,6 +164,29 @@ DECEIVERS: Final = {
             "scheduler = LambdaLR(optimizer, lambda step: float(step > 1))\n"
         ),
         IN_A_FUNCTION,
+    ),
+    "a penalty over the batch after a warm-up": (
+        f"{CLASSES}def penalty(out, n):\n    return out.logsumexp(0).mean() if n > 2 else 0.0\n",
+        LATER.format(loss="(lambda out: F.cross_entropy(out, y) + penalty(out, len(history)))(model(x))"),
+    ),
+    "a weight that grows after a warm-up": (
+        (
+            f"{CLASSES}class Ramp:\n    def __call__(self):\n        return max(0, len(history) - 2) / 2\n\n\n"
+            "ramp = Ramp()\n"
+            "def balance(out):\n    share = out.softmax(1).mean(0)\n    return (share * share.log()).sum()\n"
+        ),
+        LATER.format(loss="(lambda out: F.cross_entropy(out, y) + ramp() * balance(out))(model(x))"),
+    ),
+    "a model that standardises later": (
+        (
+            f"{HEAD}class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.body, self.head = body, nn.Linear(512, 10)\n\n"
+            "    def forward(self, x):\n        h = self.body(x)\n"
+            "        if len(history) > 2:\n            h = h / (1 + h.std(0, unbiased=False))\n"
+            "        return self.head(h)\n\n\n"
+            f"history = []\nmodel = Net()\n{LABELS}{DATA}{OPTIMIZER}"
+        ),
+        LATER.format(loss="F.cross_entropy(model(x), y)"),
     ),
     "a corpus beside the model": (
         (
