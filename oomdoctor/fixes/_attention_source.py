@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, need, refusing
+from oomdoctor.fixes._refusals import Unfit, need, refusing
 from oomdoctor.model import Cell, Cells, Edit
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound, reads
@@ -104,8 +104,7 @@ def fused(cells: Cells, cell: Cell, line: int) -> Edit:
         raise Unfit(f"the attention on line {line} stands in a function within a function")
     here = "no cell" if cell.file is None else cell.name
     home = need(spelled(cells.beside(cell), "torch.nn.functional"), f"{here} imports torch.nn.functional")
-    module = _exchanged(parsed, around[-1], line, home)
-    return need(rewriting.edit(cells, cell, parsed, module))
+    return need(rewriting.edit(cells, cell, parsed, _exchanged(parsed, around[-1], line, home)))
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
@@ -148,19 +147,11 @@ def _check_unused(function: ast.stmt, reader: _Reader, last: ast.stmt, product: 
 
 
 class _Reader:
-    """Follows statements and remembers which names hold scores and weights.
-
-    Attributes:
-        steps: the statements that make them; ``names``: all names that hold some anywhere.
-        why: what ended the reading of the last product.
-    """
+    """Follows statements and remembers which names hold scores and weights, and by which ``steps`` they are made."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
-        self._known: dict[str, _Read] = {}
-        self.steps: list[ast.stmt] = []
-        self.names: set[str] = set()
-        self.why = ""
+        self._source, self._known = source, dict[str, _Read]()
+        self.steps, self.names, self.why = list[ast.stmt](), set[str](), ""
 
     def follow(self, statement: ast.stmt) -> tuple[_Read, str, ast.expr] | None:
         """Take in one statement; return weights, the text of the values and their product if they end here."""
@@ -225,9 +216,8 @@ class _Reader:
             self._apart(one)
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         made = self._after(of, done.name, rest, done.given, name if name.startswith("self.") else "")
-        return need(
-            made, f"what `{self._code(node)}` does to the scores or weights is nothing that a fused kernel does"
-        )
+        why = f"what `{self._code(node)}` does to the scores or weights is nothing that a fused kernel does"
+        return need(made, why)
 
     def _scores(self, node: ast.expr, query: ast.expr, key: ast.expr, subscripts: str | None) -> _Read | None:
         if self._value(query) is not None or self._value(key) is not None:
@@ -260,13 +250,9 @@ class _Reader:
                 dims = [*map(self._code, rest), *(said[name] for name in said if name == "dim")]
                 return replace(of, is_weights=True) if dims == ["-1"] or (layer and not dims) else None
             case "dropout", _ if of.is_weights and of.dropout is None and not layer:
-                said = (
-                    {"p": "0.5", "training": "True"}
-                    | dict(zip(("p", "training"), map(self._code, rest), strict=False))
-                    | said
-                )
-                is_always = said["training"] == "True"
-                return replace(of, dropout=said["p"] if is_always else f"{said['p']} if {said['training']} else 0.0")
+                said |= dict(zip(("p", "training"), map(self._code, rest), strict=False))
+                share, training = said.get("p", "0.5"), said.get("training", "True")
+                return replace(of, dropout=share if training == "True" else f"{share} if {training} else 0.0")
         if name in _CASTS:
             return of
         if layer and "drop" in name.lower() and of.is_weights and of.dropout is None:
@@ -308,9 +294,11 @@ def _written(
     call = f"{home}.scaled_dot_product_attention({', '.join(arguments)})"
     if len(call) > _LONGEST - taken:
         call = call.partition("(")[0] + "(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"
-    nodes: dict[cst.CSTNode, rewriting.New] = dict.fromkeys(gone, ())
-    nodes |= {old: cst.parse_expression(call, parsed.module.config_for_parsing)}
-    nodes |= {end: lambda node: node.with_changes(leading_lines=leading)}
+    nodes: dict[cst.CSTNode, rewriting.New] = {
+        **dict.fromkeys(gone, ()),
+        old: cst.parse_expression(call, parsed.module.config_for_parsing),
+        end: lambda node: node.with_changes(leading_lines=leading),
+    }
     return rewriting.exchange(parsed.module, nodes)
 
 

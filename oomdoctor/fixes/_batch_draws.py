@@ -95,10 +95,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws for all ``rows`` of the whole batch, and gives out those of the part that runs."""
 
     def __init__(self, rows: int, devices: Iterable[torch.device], border: CodeType | None = None) -> None:
-        """Begin with all rows.
+        """Begin with all rows; beside the host's, the generators of ``devices`` are drawn from.
 
         Args:
-            devices: those whose generators are drawn from, beside the host's.
             border: of what runs a part and is run again in the backward pass; None where that comes within the part.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,11 +115,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def parts(self, parts: int, *, may_draw: bool = True) -> Iterator[tuple[int, int]]:
         """Yield at which row each part begins, and of how many it is; the caller runs it meanwhile.
 
-        Parts have a row each, where so many are asked for, if nothing ``may_draw``; else the first has two.
-
-        Raises:
-            StateError: the generators of Python or NumPy stand elsewhere than after another part, or what a checkpoint
-                has drawn is not drawn again within the part.
+        Parts have a row each, where so many are asked for, if nothing ``may_draw``; else the first has two. It raises
+        ``StateError`` where Python or NumPy drew otherwise, or a checkpoint does not draw again within the part.
         """
         start = 0
         for count in _sizes(self._rows, parts, may_draw=may_draw):
@@ -155,11 +151,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _set_back(before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator.
-
-        Raises:
-            StateError: which of what it draws belongs to which row cannot be told.
-        """
+        """Run one operator; raise ``StateError`` where which of what it draws is of which row cannot be told."""
         kwargs, (names, draws, draws_inside) = kwargs or {}, _signature(func)
         if not draws and not draws_inside:
             return func(*args, **kwargs)
@@ -283,11 +275,10 @@ _KEY: Final = "TESTING_ONLY_GenericMode"
 
 @cache
 def _random_key() -> torch._C.DispatchKey | None:
-    """Return the dispatch key that leads random operators, and no others, past the modes in ``_drawing``.
+    """Return the dispatch key that leads random operators past the modes in ``_drawing``, None where torch has none.
 
-    A dispatch mode that stays on costs some 10 µs for each operator. A key that falls through costs nothing: torch has
-    one that no kernel of its own uses. It is for whoever includes it; what is registered stays. None where this torch
-    has no such key.
+    A dispatch mode that stays on costs some 10 µs for each operator; a key that falls through costs nothing, and torch
+    has one that no kernel of its own uses. It is for whoever includes it; what is registered stays.
     """
     try:
         key = torch._C._dispatch_key_parse(_KEY)

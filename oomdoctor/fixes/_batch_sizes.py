@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, need
 from oomdoctor.model import Cells, Dose, Effect, Proposal
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.sizes import format_size
@@ -15,10 +15,6 @@ from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.literals import Book, Number, Place, calls, literal
 from oomdoctor.program.magics import Function, Loop
 from oomdoctor.program.names import call_name
-
-_DIVISORS: Final = (2, 4, 8, 16, 32)
-_OVERHEAD: Final = 0.02
-"""Time lost for each further step of an epoch, as a share of the time of one. A round figure, not measured."""
 
 _NAMED: Final = re.compile(r"^(\w*_)?(batch_?size|bs|bsz|n_batch|mb_size|(?-i:BATCH))$", re.IGNORECASE)
 _LOADER: Final = re.compile(r"^([\w.]+\.)?DataLoader$")
@@ -43,7 +39,7 @@ def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
         if literal(step) is not None:
             return _literal_slices(place, loop, step)
         named = book.numbers(step, place)
-        return tuple(need(named or None, f"`{ast.unparse(step)}` is not set by a number in the cells"))
+        return tuple(need(named, f"`{ast.unparse(step)}` is not set by a number in the cells"))
     return _of_name(book, place, loop, facts)
 
 
@@ -122,10 +118,8 @@ def _of_loaders(book: Book, text: str, loaders: Sequence[tuple[ast.Call, Place]]
     numbers: list[Number] = []
     for call, place in loaders:
         size, there = _size(book, call, place)
-        found = book.numbers(size, there)
-        if not found:
-            raise Unfit(f"the batch size of `{text}`, `{ast.unparse(size)}`, is not set by a number in the cells")
-        numbers += found
+        why = f"the batch size of `{text}`, `{ast.unparse(size)}`, is not set by a number in the cells"
+        numbers += need(book.numbers(size, there), why)
     return tuple({id(number.node): number for number in numbers}.values())
 
 
@@ -137,8 +131,7 @@ def check_class(book: Book) -> None:
 
 def _size(book: Book, call: ast.Call, place: Place) -> tuple[ast.expr, Place]:
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    if "batch_sampler" in given:
-        raise Unfit("the loader has a sampler of batches, which decides on their size")
+    need("batch_sampler" not in given, "the loader has a sampler of batches, which decides on their size")
     if "batch_size" in given:
         return given["batch_size"], place
     if len(call.args) > 1:
@@ -207,13 +200,11 @@ def _of_name(book: Book, place: Place, loop: Loop, facts: TrainingLoop) -> tuple
 def check_not_counted(cells: Cells, made: ast.Call) -> None:
     """Raise ``Unfit`` where something counts batches, and would count parts of them or more of them."""
     for keyword in made.keywords:
-        if keyword.arg in _COUNTING:
-            raise Unfit(f"`{keyword.arg}` counts batches, of which there would be more")
+        need(keyword.arg not in _COUNTING, f"`{keyword.arg}` counts batches, of which there would be more")
     text = "\n".join(cell.source for cell in cells.history)
     if _SCHEDULES.search(text) and (found := _LENGTH.search(text)):
         raise Unfit(f"`{found[0]}` may set the length of a schedule, and there would be more batches")
-    if _MANUAL.search(text):
-        raise Unfit("the module steps its optimizer itself (`automatic_optimization = False`)")
+    need(not _MANUAL.search(text), "the module steps its optimizer itself (`automatic_optimization = False`)")
 
 
 def sizes_of_fit(book: Book) -> tuple[Number, ...]:
@@ -224,10 +215,9 @@ def sizes_of_fit(book: Book) -> tuple[Number, ...]:
         if given and (found := loader_sizes(book, given[0], book.place(page, call))) is not None:
             return found
     methods = [(page, node) for page, node in book.functions() if node.name == "train_dataloader"]
-    returned = [(p, m, r.value) for p, m in methods for r in ast.walk(m) if isinstance(r, ast.Return) and r.value]
+    returned = [(page, method, value) for page, method in methods for value in _returned(method, None)]
     why = "what made the loader that `fit` goes through was not found in the cells"
-    if len(returned) != 1:
-        raise Unfit(why)
+    need(len(returned) == 1, why)
     page, method, value = returned[0]
     return need(loader_sizes(book, value, Place(page=page, function=method)), why)
 
@@ -246,29 +236,21 @@ def fixed_schedule(book: Book) -> str | None:
 
 
 def takes_fixed_steps(loops: Sequence[TrainingLoop]) -> bool:
-    """Return whether loops take as many steps as are written down, however small their batches."""
+    """Whether loops take as many steps as are written down, however small their batches."""
     return all(re.fullmatch(r"t?range\(\d+(, \d+)?\)", loop.loader) for loop in loops)
 
 
 def smaller(size: int, scales: int, *, least: int = 1, is_fixed: bool = False) -> Iterator[Proposal]:
-    """Propose batches of a whole part of ``size`` samples.
-
-    Args:
-        scales: bytes that grow with the batch.
-        least: samples that a batch must keep.
-        is_fixed: as many steps are taken as before.
-    """
-    parts = [one for one in _DIVISORS if size % one == 0 and size // one >= least]
-    if not parts:
-        raise Unfit(f"a batch of {size} samples has no half")
-    for one in parts:
+    """Propose batches of a whole part of ``size`` samples, ``least`` or more; ``scales`` are its bytes."""
+    parts = [one for one in PARTS if size % one == 0 and size // one >= least]
+    for one in need(parts, f"a batch of {size} samples has no half"):
         fixed = f"the loop takes as many steps as before, so it sees 1/{one} of the samples"
         steps = fixed if is_fixed else f"the same samples take {one} times as many steps"
         yield Proposal(
             dose=Dose.of(batch_size=size // one),
             effect=Effect.CHANGES_RESULT,
             saves=scales - scales // one,
-            slowdown=(1 + _OVERHEAD * one) / (one if is_fixed else 1),
+            slowdown=(1 + OVERHEAD * one) / (one if is_fixed else 1),
             basis=f"analytic estimate: 1/{one} of {format_size(scales)} of activations, batch and request remains",
             caveat=f"batches of {size // one} instead of {size}, and {steps}: different results; consider a lower "
             "learning rate",

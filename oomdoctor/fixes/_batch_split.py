@@ -194,11 +194,7 @@ class _InParts:
 
 
 def _as_long(parts: list[tuple[int, Any]], model: Any) -> list[tuple[int, Any]]:
-    """Return what was generated for the parts, padded on the right to the longest.
-
-    Source: ``transformers.GenerationMixin``, which goes on with a row that has ended by the token for padding, else by
-    the first that ends one.
-    """
+    """Return what was generated for the parts, padded on the right to the longest, as ``GenerationMixin`` pads rows."""
     if not all(isinstance(part, torch.Tensor) and part.ndim == 2 for _, part in parts):
         return parts
     settings, longest = getattr(model, "generation_config", None), max(part.shape[1] for _, part in parts)
@@ -212,12 +208,7 @@ def _as_long(parts: list[tuple[int, Any]], model: Any) -> list[tuple[int, Any]]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Divided:
-    """One call's arguments with the batch found in them. Holds the tensors.
-
-    Attributes:
-        rows: size of the batch.
-        first: at which place of ``leaves`` the tensor is that tells it.
-    """
+    """One call's arguments with the batch found in them; the tensor that tells it is the ``first`` of ``leaves``."""
 
     rows: int
     first: int
@@ -236,11 +227,7 @@ class Divided:
 
 
 def divide(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Divided:
-    """Find the batch in the arguments of a call of ``path``.
-
-    Raises:
-        OomDoctorError: there is no tensor, or an argument of which one cannot tell whether it goes with the batch.
-    """
+    """Find the batch in the arguments of a call; raise ``OomDoctorError`` where what goes with it cannot be told."""
     leaves, form = pytree.tree_flatten((args, kwargs))
     at = next((at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
     if at is None:
@@ -274,11 +261,7 @@ def _is_batched(path: str, leaf: Any, first: torch.Tensor) -> bool:
 
 
 def gathered(path: str, parts: Iterator[tuple[int, Any]], rows: int) -> Any:
-    """Return the outputs of the parts as one. One tensor is filled as they come, so that it never exists twice.
-
-    Args:
-        parts: of each the number of its rows and its output; ``rows``: of all of them.
-    """
+    """Return the outputs of the parts, given with their numbers of rows, as one; a tensor never exists twice."""
     count, first = next(parts)
     if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.shape[:1] != (count,):
         counts, outputs = zip((count, first), *parts, strict=True)
@@ -298,11 +281,7 @@ def gathered(path: str, parts: Iterator[tuple[int, Any]], rows: int) -> Any:
 
 
 def join(path: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the outputs of the parts as one, of the same form.
-
-    Raises:
-        OomDoctorError: a part of the output does not belong to single samples, such as a loss over the batch.
-    """
+    """Return the outputs of the parts as one; raise ``OomDoctorError`` where they are not made of rows for samples."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         if any(part.ndim == 0 or part.shape[0] != count for part, count in zip(parts, rows, strict=True)):

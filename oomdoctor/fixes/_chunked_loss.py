@@ -89,17 +89,12 @@ class _Headed(_forward.Replaced):
 
 
 class _Layer(NamedTuple):
-    """A matrix product that makes logits: of rows, a weight with a column for each class, and a bias.
-
-    Attributes:
-        autocast: whether it ran so, and in which type.
-        made: what it made, where that is known.
-    """
+    """A matrix product that makes logits: of rows, a weight with a column for each class, and a bias."""
 
     inputs: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    autocast: tuple[bool, torch.dtype]
+    autocast: tuple[bool, torch.dtype]  # whether it ran so, and in which type
     made: ref[torch.Tensor] | None = None
 
 
@@ -109,10 +104,11 @@ class _LossesInChunks(TorchFunctionMode):
     The last linear layer before it is remembered: of one that does not learn, the graph has not kept what it was given.
     """
 
+    _last: tuple[Any, _Layer] | None = None
+
     def __init__(self, chunks: int) -> None:
         super().__init__()
         self._chunks = chunks
-        self._last: tuple[Any, _Layer] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function, in chunks where it is a cross-entropy."""
@@ -179,25 +175,30 @@ class _OfRows(torch.autograd.Function):
     """The losses of all rows. The gradient of each chunk is written into that of the whole: there is no second one."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, given: dict[str, Any], chunks: int) -> Any:
-        ctx.save_for_backward(logits, target)
-        ctx.chunks, ctx.given = chunks, given
-        losses = [_losses_of(part, labels, given) for part, labels in _chunks_of(chunks, logits, target)]
-        return torch.cat(losses, _longest(target)[0])
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any], chunks: int) -> Any:
+        return _losses(ctx, logits, target, options, chunks, logits)
 
     @staticmethod
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:
         _check_once()
-        logits, target = ctx.saved_tensors
+        target, logits = ctx.saved_tensors
         grad = torch.empty_like(logits)
         parts = _chunks_of(ctx.chunks, logits, target, of_losses)
         into = (there for there, _ in _chunks_of(ctx.chunks, grad, target))
         for (part, labels, of_part), there in zip(parts, into, strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                losses = _losses_of(part, labels, ctx.given)
+                losses = _losses_of(part, labels, ctx.options)
             there.copy_(torch.autograd.grad(losses, part, of_part)[0])
         return grad, None, None, None
+
+
+def _losses(ctx: Any, logits: Any, target: Any, options: dict[str, Any], chunks: int, *kept: Any) -> torch.Tensor:
+    """Return the losses of all rows, and save what their backward pass needs."""
+    ctx.save_for_backward(target, *kept)
+    ctx.options, ctx.chunks = options, chunks
+    each = [_losses_of(part, labels, options) for part, labels in _chunks_of(chunks, logits, target)]
+    return torch.cat(each, _longest(target)[0])
 
 
 def _check_once() -> None:
@@ -249,10 +250,7 @@ class _Replay(NamedTuple):
 def _replay_of(
     logits: torch.Tensor, target: torch.Tensor, last: tuple[Any, _Layer] | None
 ) -> tuple[_Replay, _Layer] | None:
-    """Return how logits are made again, and the linear layer that made them.
-
-    None where no layer did, some rows or classes do not come out as they were, or a hook wants their gradient.
-    """
+    """Return how logits are made again, and the linear layer that made them; None where they do not come out so."""
     with suppress(Exception):  # what a graph has saved may be gone, or with somebody who unpacks it
         node, path = logits.grad_fn, list[Any]()
         while (layer := _layer_of(node, logits, last)) is None:
@@ -309,11 +307,7 @@ def _shape_of(node: Any) -> torch.Size:
 
 
 def _moved(rows: torch.Tensor, node: Any, classes: int) -> torch.Tensor:
-    """Return the numbers of rows behind a node that leaves logits, and their gradients, as they are.
-
-    Raises:
-        StateError: it may not.
-    """
+    """Return the numbers of rows behind a node; raise ``StateError`` where it may change logits or their gradients."""
 
     def saved(name: str) -> int:
         value: int = getattr(node, f"_saved_{name}")
@@ -356,12 +350,9 @@ class _OfLayer(torch.autograd.Function):
     """The losses of all rows, whose logits are made again in the backward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        logits, target, options, chunks, replay, *layer = given
-        each = [_losses_of(part, labels, options) for part, labels in _chunks_of(chunks, logits, target)]
-        ctx.save_for_backward(target, *layer)
-        ctx.options, ctx.chunks, ctx.replay = options, chunks, replay
-        return torch.cat(each, _longest(target)[0])
+    def forward(ctx: Any, logits: Any, target: Any, options: Any, chunks: int, replay: Any, *layer: Any) -> Any:
+        ctx.replay = replay
+        return _losses(ctx, logits, target, options, chunks, *layer)
 
     @staticmethod
     def backward(ctx: Any, of_losses: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, need, root_of
+from oomdoctor.fixes._refusals import Unfit, need, root_of
 from oomdoctor.model import Cell, Cells, Edit, Patch, Refused
 from oomdoctor.model.code import OptimizerFacts, TrainingLoop
 from oomdoctor.program import arguments, import_lines, rewriting
@@ -39,8 +39,7 @@ class Call:
         target: the one name that the statement binds, None where it binds none or several.
         around: the function or class at the top level of the cell that it stands in.
         name: the class's own name.
-        bound_in: the cell that binds the object's name, where it is not the one with the call.
-        bound_by: the statement there.
+        bound_in: the cell that binds the object's name, where that is another one; ``bound_by``: the statement there.
     """
 
     cell: Cell
@@ -78,8 +77,7 @@ def find(cells: Cells, *names: str) -> tuple[Call, ...]:
     for cell in (one for one in cells.history if mentions.search(one.source)):
         parsed = need(rewriting.read(cell.source))
         for node in (one for one in within(parsed.module, cst.Call) if last_name(one) in own):
-            line = parsed.lines_of(node)[0]
-            path = need(rewriting.path_to(parsed, line), f"line {line} of {cell} calls it outside of a statement")
+            path = rewriting.path_to(parsed, parsed.lines_of(node)[0])
             one = _call(cell, parsed, node, path, own[last_name(node)])
             key = one.around.name.value if one.around else "", one.target or f"{cell.number}:{parsed.code(node)}"
             found.pop(key, None)
@@ -108,8 +106,7 @@ def made(cells: Cells, facts: OptimizerFacts) -> Call:
     path = facts.path
     if not facts.home.startswith("torch.optim."):
         raise Unfit(f"`{path}` is a {facts.type_name} of `{facts.home}`, whose options are not known")
-    if not path.isidentifier():
-        raise Unfit(f"`{path}` is not a name of its own, so where it is made is not followed")
+    need(path.isidentifier(), f"`{path}` is not a name of its own, so where it is made is not followed")
     for cell in (one for one in reversed(cells.history) if path in one.source):
         parsed = need(rewriting.read(cell.source))
         bound = last_binding(parsed, path)
@@ -136,24 +133,21 @@ def exchanged(
     imports: Sequence[str] = (),
     live: Mapping[Call, Sequence[str]] | None = None,
 ) -> Patch | Refused:
-    """Return the cells with other calls in the places of these.
+    """Return the cells with other calls in the places of these, and what each of them has to import.
 
-    Args:
-        imports: what each of the cells has to import.
-        live: lines that do the same to what an earlier cell has made already; None where no retry ever runs them.
+    ``live`` are lines that do the same to what an earlier cell has made; it is None where no retry ever runs them.
     """
     edits = list[Edit | Refused]()
     for number in dict.fromkeys(one.cell.number for one in new):
         here = [one for one in new if one.cell.number == number]
-        parsed = here[0].parsed
-        module = import_lines.insert_at_top(
-            parsed, exchange(parsed.module, {one.node: new[one] for one in here}), imports
-        )
+        cell, parsed = here[0].cell, here[0].parsed
+        module = exchange(parsed.module, {one.node: new[one] for one in here})
+        module = import_lines.insert_at_top(parsed, module, imports)
         if live is None:
-            edits.append(advised(here[0].cell, parsed, module))
+            edits.append(advised(cell, parsed, module))
         else:
             lines = [line for one in here for line in live.get(one, ())]
-            edits.append(rewriting.edit(cells, here[0].cell, parsed, module, lines or None))
+            edits.append(rewriting.edit(cells, cell, parsed, module, lines or None))
     return rewriting.join(cells, edits)
 
 
@@ -212,7 +206,7 @@ def placed(cells: Cells, lines: Iterable[tuple[Owner, str]], imports: Sequence[s
     """Return the patch that runs each line where its owner has just been made or handed over."""
     places: dict[int, list[tuple[_Place, str]]] = {}
     for owner, line in lines:
-        place = need(_in_function(cells, owner) if owner.scope is not None else _at_top(cells, owner.path))
+        place = _in_function(cells, owner) if owner.scope is not None else _at_top(cells, owner.path)
         places.setdefault(place.cell.number, []).append((place, line))
     edits = []
     for found in places.values():
@@ -249,10 +243,10 @@ def _at_top(cells: Cells, path: str) -> _Place:
         before = any(root in bound_names(one.source) for one in cells.history if one.number < cell.number)
         if (bound := last_binding(text, root, bound_before=before)) is not None:
             return _Place(cell, text, bound.whole)
-        functions = [one for one in _functions(text) if root in _globals_of(one)]
-        inner = [found for one in functions if (found := last_binding(text, root, function=one)) is not None]
-        if inner:
-            return _Place(cell, text, inner[-1].whole, in_function=True)
+        for function in reversed(_functions(text)):
+            names = [name for one in own_nodes(function.body) if isinstance(one, ast.Global) for name in one.names]
+            if root in names and (bound := last_binding(text, root, function=function)) is not None:
+                return _Place(cell, text, bound.whole, in_function=True)
     return _Place(cells.failing, need(rewriting.read(cells.failing.source)))
 
 
@@ -277,18 +271,11 @@ def _functions(text: rewriting.ParsedCell) -> list[ast.FunctionDef]:
     return [one for one in ast.walk(text.tree) if isinstance(one, ast.FunctionDef)]
 
 
-def _globals_of(function: ast.FunctionDef) -> set[str]:
-    return {name for one in own_nodes(function.body) if isinstance(one, ast.Global) for name in one.names}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLines:
-    """The body of a loop, in two forms that go side by side.
+    """The body of a loop in two forms that go side by side, of LibCST and as the ``node`` of ``ast``.
 
-    Attributes:
-        loop: the loop, and ``node``: the same as ``ast`` has it.
-        lines: the statements of its body, each on a line of its own, as those of ``node`` are.
-        first: which of them runs a model first.
+    Each statement of ``lines`` is on a line of its own; the one at ``first`` runs a model first.
     """
 
     parsed: rewriting.ParsedCell

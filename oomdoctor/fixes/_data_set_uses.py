@@ -15,7 +15,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.fixes._construction_sites import last_name
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit
 from oomdoctor.model.session import Cell
 from oomdoctor.program import rewriting
 from oomdoctor.program.rewriting import within
@@ -60,6 +60,11 @@ class Spot:
         return replace(self, node=self.above[1], above=self.above[2:]) if is_given else None
 
     @property
+    def callee(self) -> str:
+        """What that call calls, empty where there is none."""
+        return "" if self.call is None else last_name(cst.ensure_type(self.call.node, cst.Call))
+
+    @property
     def targets(self) -> list[cst.BaseExpression]:
         """What it is assigned to, taken apart; none where it is no whole value of one assignment."""
         match self.above[0]:
@@ -77,12 +82,7 @@ class Spot:
 
 
 class Uses:
-    """What is done with data after it was put on a device.
-
-    Attributes:
-        cut: subscripts that cut batches; ``loaders``: calls of ``DataLoader``.
-        sets: the expressions for data sets that are kept, with their page.
-    """
+    """What is done with data on a device: subscripts that cut batches, loaders, and data sets that are kept."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
@@ -128,33 +128,31 @@ class Uses:
                     self._of_set(one, name) if is_set else self._of_tensor(one, name)
 
     def _of_tensor(self, one: Spot, name: str) -> None:
-        parent, call = one.above[0], one.call
-        callee = last_name(call.node) if call is not None else ""  # type: ignore[arg-type]
+        parent = one.above[0]
         if isinstance(parent, cst.Subscript) and parent.value is one.node:
             if isinstance(one.above[1], cst.AssignTarget | cst.AugAssign | cst.Del):
                 raise Unfit(f"{one.where} writes to `{name}`")
             if not one.in_function and one.page < len(self._pages) - 1:
                 raise Unfit(f"{one.where} takes a part of `{name}`, which is on the device already")
             self.cut.append(replace(one, node=parent, above=one.above[1:]))
-        elif callee == "TensorDataset" and call is not None:
-            self._hand_over(call)
-        elif not m.matches(parent, m.Attribute(attr=_SIZES)) and callee != "len":
+        elif one.callee == "TensorDataset" and one.call is not None:
+            self._hand_over(one.call)
+        elif not m.matches(parent, m.Attribute(attr=_SIZES)) and one.callee != "len":
             raise Unfit(f"{one.where} uses `{name}` as a whole")
 
     def _of_set(self, one: Spot, name: str) -> None:
         call = one.call
-        callee = last_name(call.node) if call is not None else ""  # type: ignore[arg-type]
-        if call is not None and callee == "DataLoader" and call.node.args[0].value is one.node:  # type: ignore[attr-defined]
+        if call is not None and one.callee == "DataLoader" and call.node.args[0].value is one.node:  # type: ignore[attr-defined]
             self._load(call)
-        elif call is not None and callee in _SPLITS:
+        elif call is not None and one.callee in _SPLITS:
             self._hand_over(call)
-        elif callee != "len":
+        elif one.callee != "len":
             raise Unfit(f"{one.where} uses `{name}` as a whole")
 
     def _hand_over(self, call: Spot) -> None:
         """Follow the data set that ``call`` makes into its loaders."""
-        outer, makes = call.call, last_name(call.node) == "TensorDataset"  # type: ignore[arg-type]
-        if outer is not None and last_name(outer.node) == "DataLoader":  # type: ignore[arg-type]
+        outer, makes = call.call, last_name(cst.ensure_type(call.node, cst.Call)) == "TensorDataset"
+        if outer is not None and call.callee == "DataLoader":
             if makes and outer.name is not None:
                 self.sets.append((outer.page, f"{outer.name}.dataset"))
             self._load(outer)

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from oomdoctor.errors import OomDoctorError, UsageError
-from oomdoctor.fixes._own_generators import generator_marks
 from oomdoctor.objects.kinds import submodules
+from oomdoctor.objects.rng import generator_marks
 
 _DIMENSIONS: Final = 4
 """Batch, heads, length and features: what the kernels take."""
@@ -52,6 +52,8 @@ _NOT_REPLACEABLE: Final = {
 _REPEATABLE_HOOKS: Final = frozenset({"WeightNorm"})
 """Hooks of ``torch.nn.utils`` that only derive a weight from two others."""
 _RUNNING_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+_TENSOR: Final = object()
+"""Stands for a tensor among other arguments."""
 _STRETCH: Final = re.compile(r"(?P<path>.*?)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
 
@@ -69,14 +71,7 @@ class Replaced:
 
 
 def refuse_unless_plain(path: str, module: Any, also: dict[str, str] | None = None) -> None:
-    """Refuse a module whose forward, or that of a part of it, cannot be replaced by an attribute.
-
-    Args:
-        also: further names of classes, with the reason.
-
-    Raises:
-        OomDoctorError: it is compiled, replicated or sharded.
-    """
+    """Raise ``OomDoctorError`` where the forward of a part of a module cannot be replaced by an attribute."""
     reasons = _NOT_REPLACEABLE | (also or {})
     for name, part in submodules(module, path):
         for cls in type(part).__mro__:
@@ -98,15 +93,10 @@ def refuse_hooks(path: str, module: Any) -> None:
 
 def active_dropout(module: Any) -> bool:
     """Tell whether a part of ``module`` drops values as it stands, as the proposals announce."""
-    return any(part.training and _drop_probability(part) > 0 for part in module.modules())
-
-
-def _drop_probability(part: Any) -> float:
-    if isinstance(part, _DropoutNd):
-        return float(part.p)
-    if isinstance(part, torch.nn.RNNBase | torch.nn.MultiheadAttention):
-        return float(part.dropout)
-    return 0.0
+    parts = [part for part in module.modules() if part.training]
+    drops = [part.p for part in parts if isinstance(part, _DropoutNd)]
+    drops += [part.dropout for part in parts if isinstance(part, torch.nn.RNNBase | torch.nn.MultiheadAttention)]
+    return any(probability > 0 for probability in drops)
 
 
 def devices(module: Any) -> tuple[torch.device, ...]:
@@ -262,26 +252,21 @@ def _run(layers: Any, out: Any) -> Any:
 def recomputed(path: str, module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward`` so that it keeps its inputs alone and is run again in the backward pass.
 
-    Every tensor is handed over by position, however deep it was: of the others, torch keeps neither the version nor
-    the device whose random numbers have to be drawn again.
-
-    Source: ``torch.utils.checkpoint.get_device_states`` looks at positional arguments only.
+    Every tensor is handed over by position, however deep it was: torch asks no others for the device whose random
+    numbers have to be drawn again. Source: ``torch.utils.checkpoint.get_device_states``.
     """
     leaves, form = pytree.tree_flatten((args, kwargs))
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    there = {leaves[at].device for at in places}
-    elsewhere = {parameter.device for parameter in module.parameters()} - there - {torch.device("cpu")}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    elsewhere = {one.device for one in module.parameters()} - {one.device for one in tensors} - {torch.device("cpu")}
     anchors = [torch.empty(0, device=device) for device in elsewhere if device.type != "meta"]
 
-    def run(*tensors: Any) -> Any:
-        filled = list(rest)
-        for at, tensor in zip(places, tensors, strict=False):
-            filled[at] = tensor
+    def run(*given: Any) -> Any:
+        following = iter(given)
+        filled = [next(following) if leaf is _TENSOR else leaf for leaf in rest]
         inner_args, inner_kwargs = pytree.tree_unflatten(filled, form)
         return forward(*inner_args, **inner_kwargs)
 
-    tensors = [leaves[at] for at in places]
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     out = checkpoint(
         run, *tensors, *anchors, use_reentrant=False, context_fn=lambda: (nullcontext(), StateWatch(path, module))
@@ -295,11 +280,8 @@ class StateWatch:
     """Tells what a forward changed in its module, the running statistics of normalisation layers apart.
 
     As a context manager it stands around one recomputation: running statistics are updated in copies that are thrown
-    away, so that each batch counts once, and any other change is an error.
-
-    Source: ``torch.nn.modules.batchnorm._NormBase`` keeps them in its buffers; a forward in training mode updates
-    them and does not read them. ``torch.native_batch_norm`` updates those that it is given without counting up their
-    version, which is how a module of the user's own may keep them.
+    away, so that each batch counts once, and any other change is an error. ``torch.native_batch_norm`` updates those
+    that it is given without counting up their version, which is how a module of the user's own may keep them.
     """
 
     def __init__(self, path: str, module: Any) -> None:
@@ -311,10 +293,8 @@ class StateWatch:
     def changed(self) -> str | None:
         """Return the path of something that is not as it was when the watch began, None if all is."""
         now = self._marks()
-        if now == self._before:
-            return None
-        names = [name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name)]
-        return min(names)
+        names = now.keys() | self._before.keys()
+        return min((name for name in names if now.get(name) != self._before.get(name)), default=None)
 
     def __enter__(self) -> None:
         if self._parameters != self._parameter_marks():

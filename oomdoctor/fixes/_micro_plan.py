@@ -33,7 +33,7 @@ from oomdoctor.fixes._micro_statements import (
     units_of,
 )
 from oomdoctor.fixes._micro_values import SCALARS, LossForm, Samples, Shape, Value, called, scalar_names
-from oomdoctor.fixes._preconditions import Unfit, need
+from oomdoctor.fixes._refusals import Unfit, need
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.definitions import is_gradless
 from oomdoctor.program.names import blocks_of, read_first
@@ -136,7 +136,8 @@ class _Planner:
             names = (*dict.fromkeys((*self._begin(taken, hoisted), *made, *carried)),)
             places = self._sorted(names, hoisted, again)
             inner = [unit for unit in self.units if places[id(unit)] == "inner"]
-            used = self._used(places)
+            behind = [unit for unit in self.units if places[id(unit)] == "after"]
+            used = read_first(behind, loops_run=False) | self._region.read_behind  # and not bound anew before
             more = self._to_hoist(inner, places, names, used)
             if not more <= hoisted:
                 hoisted |= more
@@ -244,10 +245,7 @@ class _Planner:
         return found
 
     def _with_graph(self) -> set[int]:
-        """Return those of them whose results have a graph, as they are made by a model or of what one has made.
-
-        What is selected by a mask behind a model has no rows any more: it is selected of each part.
-        """
+        """Return those that are made by a model or of what one has made, and what a mask selects behind a model."""
         names, found = set[str](), set[int]()
         for unit in self.units:
             off = isinstance(unit, ast.With) and any(map(is_gradless, unit.items))
@@ -324,18 +322,10 @@ class _Planner:
             if isinstance(part, ast.Call) and called(part.func) in self._split.models:
                 raise Unfit(f"`{ast.unparse(part)}` on line {part.lineno} runs the model beside the loss")
 
-    def _used(self, places: Mapping[int, str]) -> set[str]:
-        """Return the names that are read outside of the statements for each part, and not bound anew before."""
-        behind = [unit for unit in self.units if places[id(unit)] == "after"]
-        return read_first(behind, loops_run=False) | self._region.read_behind
-
     def _to_hoist(
         self, inner: Sequence[ast.stmt], places: Mapping[int, str], names: Sequence[str], used: set[str]
     ) -> set[int]:
-        """Return statements that make what is used after the step from the batch alone.
-
-        They are done for the batch before, as those are whose graph the regions behind this one need.
-        """
+        """Return statements that make from the batch what is used after the step, or by the regions behind this one."""
         more, wanted = set[int](), set[str]()
         rest = [unit for unit in self.units if places[id(unit)] == "after"]
         rest += self._region.block[self._region.end :]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from oomdoctor.fixes._micro_values import called
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit
 from oomdoctor.program import torch_functions
 from oomdoctor.program.dataflow import bound, reads
 from oomdoctor.program.names import arguments_of, blocks_of
@@ -76,8 +76,7 @@ def binds_of(node: ast.stmt) -> set[str]:
 def data_of(node: ast.stmt, indices: Collection[str]) -> Iterator[str]:
     """Yield the names that a statement hands on or computes with, not what it calls or takes attributes of by name.
 
-    Args:
-        indices: names that hold positions of rows: what is subscripted with them stays whole.
+    What is subscripted with ``indices``, names that hold positions of rows, stays whole.
     """
     apart = set[int]()
     for part in ast.walk(node):

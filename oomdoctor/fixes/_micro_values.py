@@ -1,9 +1,8 @@
 """What the values of a training step are to its batch, guessed by reading the expressions that make them.
 
-Each is plain (does not depend on the batch), a tensor with one row for each sample in dimension 0, the number of
-samples, or a scalar that is a mean or a sum over samples. What nothing is known of is taken to be rows; what
-``backward`` is called on to be a mean, and what is added up to it or multiplied into it as well. Whether the step may
-be taken apart so is found out by trying it.
+Each is plain (does not depend on the batch), a tensor with one row for each sample in dimension 0, or a scalar that is
+a mean or a sum over samples. What nothing is known of is taken to be rows; what ``backward`` is called on to be a mean,
+and what is added up to it or multiplied into it as well. Whether the step may be taken apart so, the trial tells.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from oomdoctor.program.torch_functions import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForm:
-    """How a loss of ``torch.nn`` reduces.
-
-    Attributes:
-        ignored: source text of its ``ignore_index``, None where it is not set.
-    """
+    """How a loss of ``torch.nn`` reduces; ``ignored`` is the text of its ``ignore_index``, None where it is not set."""
 
     name: str
     reduction: str = "mean"
@@ -79,7 +74,6 @@ class Shape(Enum):
     ROWS = auto()
     BATCH = auto()
     """The batch as the loader gave it: a dictionary or a list of rows."""
-    COUNT = auto()
     MEAN = auto()
     SUM = auto()
 
@@ -109,7 +103,6 @@ class Value:
 
 _PLAIN: Final = Value(shape=Shape.PLAIN)
 _ROWS: Final = Value(shape=Shape.ROWS)
-_COUNT: Final = Value(shape=Shape.COUNT)
 _MEAN: Final = Value(shape=Shape.MEAN)
 _SUM: Final = Value(shape=Shape.SUM)
 _KEEPS_ENTRIES: Final = torch_functions.names_of(
@@ -164,8 +157,6 @@ class Samples:
         if isinstance(value, ast.Call) and called(value.func) in self.functions:
             returned = self._returned(value)
             return returned[at] if len(returned) == length else _ROWS
-        if _is_size(value):
-            return _COUNT if at == 0 else _PLAIN
         made = self.value(value)
         return replace(made, shape=Shape.ROWS if made.shape is Shape.BATCH else made.shape, entries=_at(made, at))
 
@@ -198,8 +189,8 @@ class Samples:
                 return self._call(node)
             case ast.Attribute():
                 return self._own_loss(self.value(node.value)) if node.attr == "loss" else _ROWS
-            case ast.Subscript() if _is_size(node.value):
-                return _COUNT if ast.unparse(node.slice) == "0" else _PLAIN
+            case ast.Subscript(value=ast.Attribute(attr="shape"), slice=at) if ast.unparse(at) != "0":
+                return _PLAIN
             case ast.Subscript():
                 of, key = self.value(node.value), ast.unparse(node.slice)
                 if of.model is not None and (key == "'loss'" or (key == "0" and of.labels is not None)):
@@ -241,8 +232,6 @@ class Samples:
             base = self.value(node.args[0])
         if (name in {"float", "int"} or method in _NUMBERS) and base.shape in SCALARS:
             return replace(base, is_number=True)
-        if name == "len" or (method == "size" and [*map(ast.unparse, node.args)] == ["0"]):
-            return _COUNT
         if base.shape is Shape.BATCH and is_method and method != "pop":
             return base
         return replace(_ROWS, entries=base.entries if is_method and method in _KEEPS_ENTRIES else None)
@@ -268,8 +257,6 @@ class Samples:
 
     def _binary(self, node: ast.BinOp) -> Value:
         left, right = self.value(node.left), self.value(node.right)
-        if left.shape is Shape.SUM and right.shape is Shape.COUNT and isinstance(node.op, ast.Div):
-            return _MEAN
         scalars = [value for value in (left, right) if value.shape in SCALARS]
         if not scalars or Shape.ROWS in (left.shape, right.shape):
             return _ROWS
@@ -302,9 +289,3 @@ def _at(of: Value, index: ast.expr | int) -> str | None:
         return None
     place = ast.Constant(value=index) if isinstance(index, int) else index
     return ast.unparse(ast.Subscript(value=ast.parse(of.entries, mode="eval").body, slice=place, ctx=ast.Load()))
-
-
-def _is_size(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not node.args
-    return isinstance(node, ast.Attribute) and node.attr == "shape"

@@ -10,7 +10,7 @@ import libcst as cst
 
 from oomdoctor.fixes._micro_plan import Step
 from oomdoctor.fixes._micro_values import Shape
-from oomdoctor.fixes._preconditions import Unfit
+from oomdoctor.fixes._refusals import Unfit, need
 from oomdoctor.model.session import Cells
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import bound
@@ -66,11 +66,7 @@ class Writer:
         return self._taken[-1]
 
     def lines(self, lines: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        """Return the statements of the region, given as they were, taken apart.
-
-        Raises:
-            Unfit: what is used after the step cannot be put together again.
-        """
+        """Return the statements of the region, given as they were, taken apart."""
         step, self._opening = self._step, self._head()
         start = [f"{self._sum} = 0.0"] if self._sum else []
         start += [f"{self._sums[name]} = {0.0 if is_mean else 0}" for name, (_, is_mean) in step.summed.items()]
@@ -165,8 +161,7 @@ class Writer:
         if self._counted is not None:
             if self._ddp:
                 raise Unfit("a part without targets that count exchanges nothing, and other ranks would wait for it")
-            if self._lists:
-                raise Unfit("the loss passes over some targets, and results are used after the step")
+            need(not self._lists, "the loss passes over some targets, and results are used after the step")
             self._kept = self._fresh("counted")
             first += [f"{self._kept} = {self._counts(micro=True)}", f"if not {self._kept}:", "    continue"]
         return head, first

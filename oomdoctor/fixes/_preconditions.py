@@ -1,114 +1,19 @@
-"""The terms that fixes are written in: why none is proposed or written, what is short, and what a model allows.
-
-A reader of code goes some calls deep before it finds that a change cannot be written. ``Unfit`` never leaves the fixes:
-it is raised where that is found, and returned as ``Refused`` to whoever asked.
-"""
+"""What a fix asks of the evidence first: what is short, whether the loop was training, what a model allows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce, wraps
-from typing import Final, ParamSpec, TypeVar
+from collections.abc import Callable
+from functools import reduce
+from typing import Final
 
-from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Proposal, Refused, Role, Site
+from oomdoctor.fixes._refusals import Unfit, need
+from oomdoctor.model import Cells, Dose, Evidence, Incident, Refused, Role
 from oomdoctor.model.code import CodeFacts, ModelFacts, TrainingLoop
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import child_path
-
-Found = TypeVar("Found")
-Given = ParamSpec("Given")
-
-
-class Unfit(Exception):
-    """The change cannot be made so that it is right; the text says why, for the user."""
-
-
-def need(found: Found | Refused | None, why: str = "") -> Found:
-    """Return what was found; raise ``Unfit`` where it was refused, or is nothing: None, no bytes, none of several."""
-    if isinstance(found, Refused):
-        raise Unfit(found.reason)
-    if not found:
-        raise Unfit(why)
-    return found
-
-
-def refused(why: str) -> Callable[..., Refused]:
-    """Return a ``patch`` for what the source cannot carry."""
-    return lambda cells, evidence, dose: Refused(why)
-
-
-def check(why: str | None) -> None:
-    """Raise ``Unfit`` where there is a reason."""
-    if why is not None:
-        raise Unfit(why)
-
-
-def refusing(write: Callable[Given, Found]) -> Callable[Given, Found | Refused]:
-    """Return ``write``, which returns a refusal where it raises ``Unfit``."""
-
-    @wraps(write)
-    def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found | Refused:
-        try:
-            return write(*args, **kwargs)
-        except Unfit as why:
-            return Refused(str(why))
-
-    return asked
-
-
-def proposing(
-    propose: Callable[[Incident, Evidence], Iterable[Proposal]],
-) -> Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]:
-    """Return what gives the proposals that ``propose`` yields, or a refusal where it raises ``Unfit``."""
-
-    @refusing
-    @wraps(propose)
-    def asked(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...]:
-        return tuple(propose(incident, evidence))
-
-    return asked
-
-
-def fitting(counts: Sequence[int], evidence: Evidence) -> list[int]:
-    """Return those of ``counts`` that the largest batch found has samples for, all where no batch was found."""
-    rows = [held.shape[0] for held in evidence.census.holdings if held.role is Role.BATCH and held.shape]
-    found = [count for count in counts if count <= max(rows, default=count)]
-    return need(found, "the batch has one sample: there is nothing to split")
-
-
-def in_parts_of(
-    counts: Iterable[int],
-    name: str,
-    size: int,
-    what: str,
-    *,
-    effect: Effect = Effect.EQUIVALENT,
-    slowdown: float = 1.0,
-    each: float = 0.0,
-    caveat: str | None = None,
-    through: str | None = None,
-) -> Iterator[Proposal]:
-    """Propose to have ``size`` bytes of ``what`` in so many parts, one at a time.
-
-    Args:
-        counts: of parts, mildest first; ``name``: what the dose calls them.
-        slowdown: time with it over time without it; ``each``: what each part adds to that.
-        through: the library through whose settings it is made.
-    """
-    more = {} if through is None else {"through": through}
-    for parts in counts:
-        yield Proposal(
-            dose=Dose.of(**{name: parts}, **more),
-            effect=effect,
-            saves=size * (parts - 1) // parts,
-            slowdown=slowdown + each * parts,
-            basis=f"estimate: 1/{parts} of {format_size(size)} of {what} at a time",
-            caveat=caveat,
-        )
-
 
 HELD: Final = (Role.ACTIVATION, Role.GRAPH_KEPT_ALIVE, Role.TRACEBACK)
 """Roles in which a tensor of a step is held."""
@@ -150,29 +55,10 @@ def in_the_step(incident: Incident) -> bool:
 
 
 def check_training(evidence: Evidence) -> None:
-    """Raise ``Unfit`` where a change of the training loops of the failing run would not have helped.
-
-    Evaluation after an epoch runs when the last training step has freed what it took.
-    """
+    """Raise ``Unfit`` where memory ran out in an evaluation, when the last training step had freed what it took."""
     loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     if loops and not any(loop.was_running for loop in loops):
         raise Unfit(f"the failure was outside the training loop ({loops[0].where})")
-
-
-def sites_of(evidence: Evidence, fix: str, why: str) -> tuple[Site, ...]:
-    """Return what was found that a fix mends, at least one; ``why`` is said where there is none."""
-    return need(evidence.code.sites.get(fix), why)
-
-
-def listed(names: Iterable[str], word: str = "and") -> str:
-    """Return names in words: `a`, `b` and `c`."""
-    *some, last = (f"`{name}`" for name in names)
-    return f"{', '.join(some)} {word} {last}" if some else last
-
-
-def root_of(path: str) -> str:
-    """Return the name that an expression begins with, empty where it begins with something else."""
-    return re.split(r"\W", path, maxsplit=1)[0]
 
 
 def hangs_on(holding: Holding, name: str) -> bool:
@@ -187,11 +73,16 @@ def running_loops(evidence: Evidence) -> list[TrainingLoop]:
     return need(loops, "no training loop was found in what the cell runs")
 
 
-def found_or_asked(incident: Incident, evidence: Evidence) -> int:
-    """Return the bytes of activations that were found, or those of the request where a model may have made it.
+def passing(incident: Incident, evidence: Evidence, *, batch: bool = True) -> int:
+    """Return the bytes of what grows with the inputs: activations, the batch itself, and what was asked for."""
+    held = evidence.census.bytes_of(Role.ACTIVATION) + (evidence.census.bytes_of(Role.BATCH) if batch else 0)
+    return held + (incident.requested or 0)
 
-    A forward pass that fails at its first layer holds no activations yet. A request from elsewhere (a data set that is
-    made, a model that is loaded) is none.
+
+def found_or_asked(incident: Incident, evidence: Evidence) -> int:
+    """Return the bytes of activations that were found, or of the request where a model may have made it.
+
+    A forward pass that fails at its first layer holds no activations yet.
     """
     if found := evidence.census.bytes_of(Role.ACTIVATION):
         return found

@@ -34,8 +34,7 @@ class Part:
     Attributes:
         model: its type and the bytes of its parameters; ``name``: as ``oomdoctor.recompute`` takes it.
         kept: bytes that it keeps now; ``output``: what of them remains, as others read it.
-        largest: bytes of the largest output in it.
-        cost: the share of its forward in the time of the run.
+        largest: bytes of the largest output in it; ``cost``: the share of its forward in the time of the run.
     """
 
     model: tuple[str, int]
@@ -47,12 +46,7 @@ class Part:
 
 
 class Choice(NamedTuple):
-    """What was chosen of some calls.
-
-    Attributes:
-        kept: bytes that are kept behind them; ``peak``: the most that are there at a time.
-        cost: the time that it adds, as a share; ``parts``: what is recomputed, in its order.
-    """
+    """What was chosen of some calls: the bytes ``kept`` behind them, the time that it adds, and the most at a time."""
 
     kept: int = 0
     cost: float = 0.0
@@ -82,10 +76,7 @@ def choices(rows: Sequence[ModuleMemory]) -> list[tuple[Choice, int]]:
 
 
 def _found(trees: Sequence[_Tree], limit: int | None) -> list[Choice]:
-    """Return choices with which at most ``limit`` bytes are there at a time, cheapest first; each other one keeps less.
-
-    Without a limit nothing is recomputed.
-    """
+    """Return choices of which the peak is at most ``limit``, cheapest first; without one nothing is recomputed."""
     grain, found = max(sum(tree.total for tree in trees) // _GRAIN, 1), [Choice()]
     for tree in trees:
         search = _Search(tree, limit, grain)
@@ -118,7 +109,8 @@ class _Search:
         """Return the states behind layers that run in turn, of which every stretch may be recomputed as a whole."""
         children = self._tree.children[path]
         # What a layer writes into is not there any more for a part that would begin with it.
-        borders = [at for at in range(len(children) + 1) if at in (0, len(children)) or not self._writes(children[at])]
+        inner = [at for at in range(1, len(children)) if not self._tree.rows[children[at]].in_place]
+        borders = [0, *inner, len(children)]
         ends = {0: states}
         for before, end in pairwise(borders):
             found = self._one_by_one(children[before:end], ends[before])
@@ -129,9 +121,6 @@ class _Search:
                     found += self._again(part, ends[begin])
             ends[end] = self._best(found)
         return ends[len(children)]
-
-    def _writes(self, path: str) -> bool:
-        return self._tree.rows[path].in_place
 
     def _again(self, part: Part, states: list[Choice]) -> list[Choice]:
         if self._limit is None or part.kept <= part.output:
@@ -174,13 +163,11 @@ class _Tree:
     def __init__(self, rows: Sequence[ModuleMemory]) -> None:
         self.rows = {row.path: row for row in rows}
         self.children: dict[str, list[str]] = {path: [] for path in self.rows}
-        for path in self.rows:
-            above = path
-            while above:
-                above = above.rpartition(".")[0]
-                if above in self.children:
-                    self.children[above].append(path)
-                    break
+        for path in filter(None, self.rows):
+            names = path.split(".")[:-1]
+            above = (".".join(names[:end]) for end in range(len(names), -1, -1))
+            if (parent := next((one for one in above if one in self.children), None)) is not None:
+                self.children[parent].append(path)
         inner = {child for children in self.children.values() for child in children}
         self.outermost = [path for path in self.rows if path not in inner]
         self.total = sum(row.own for row in rows)
@@ -206,10 +193,7 @@ class _Tree:
         key = (path, begin, end)
         if key not in self._stretches:
             layers = self.children[path][begin:end]
-            first, last = (self._place(path, layer) for layer in (layers[0], layers[-1]))
+            names = (layers[0].rpartition(".")[2], layers[-1].rpartition(".")[2])
+            first, last = map(int, names) if all(map(str.isdigit, names)) else (begin, end - 1)
             self._stretches[key] = self.part(layers, f"{path}[{first}:{last + 1}]")
         return self._stretches[key]
-
-    def _place(self, path: str, layer: str) -> int:
-        name = layer.rpartition(".")[2]
-        return int(name) if name.isdigit() else self.children[path].index(layer)

@@ -20,8 +20,9 @@ from typing import Final, NamedTuple, TypeAlias
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_not_counted, sizes_of_fit, smaller
-from oomdoctor.fixes._preconditions import Unfit, check, check_short, in_parts_of, kind_of_device, layer, need, refusing
-from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused, Role
+from oomdoctor.fixes._preconditions import check_short, kind_of_device, layer, passing
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, check, in_parts_of, need, refusing
+from oomdoctor.model import Cells, Dose, Effect, Evidence, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, OptimizerFacts, TrainerFacts
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import arguments, rewriting
@@ -30,9 +31,6 @@ from oomdoctor.program.literals import Book, Page, calls
 from oomdoctor.program.names import call_name
 from oomdoctor.program.rewriting import text_of
 
-_PARTS: Final = (2, 4, 8, 16, 32)
-_OVERHEAD: Final = 0.02
-"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 _ADAMS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf"})
 _BY_SAMPLES: Final = ("ForSequenceClassification", "ForImageClassification")
 """Models whose loss is a mean over samples, so that batches of another size leave its mean as it is."""
@@ -41,10 +39,8 @@ _BY_SAMPLES: Final = ("ForSequenceClassification", "ForImageClassification")
 class _Term(NamedTuple):
     """A keyword and what is written for it.
 
-    Attributes:
-        does: how what is there is changed: divided (``//``) or multiplied (``*``) by a value of the dose, or replaced
-            by it (``=``); with ``:``, ``by`` is written as it stands.
-        by: that value, by its name in the dose.
+    What is there is divided (``//``) or multiplied (``*``) by a value of the dose, or replaced by it (``=``); with
+    ``:``, ``by`` is written as it stands.
     """
 
     keyword: str
@@ -66,11 +62,7 @@ def _mixed(trainer: TrainerFacts, dose: Dose) -> tuple[_Term, ...]:
 
 
 def _recomputing(trainer: TrainerFacts, _: Dose) -> tuple[_Term, ...]:
-    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs.
-
-    Source: ``TrainingArguments``: ``activation_checkpointing`` since 5.23, where the older name is deprecated; before 5
-    the form was reentrant if nothing was said.
-    """
+    """Return the switch by its name in the version at hand, without the reentrant form that loses frozen inputs."""
     known = dict(trainer.settings)
     if "activation_checkpointing" in known:
         return (_Term("activation_checkpointing", ":", "True"),)
@@ -117,12 +109,10 @@ def owner(code: CodeFacts, fix: str) -> TrainerFacts | None:
     """Return the trainer through whose settings ``fix`` would be made, None where it would not be."""
     phase = "evaluate" if fix in _WHEN_EVALUATING else "train"
     for one in code.trainers:
-        if one.phase != phase or (one.library, fix) not in _SETTINGS:
-            continue
         # A plain checkpoint counts a batch twice in running statistics.
-        if fix == "checkpoint_blocks" and (not one.recomputes or one.model is None or one.model.batch_norm):
-            continue
-        return one
+        can_recompute = one.recomputes and one.model is not None and not one.model.batch_norm
+        if one.phase == phase and (one.library, fix) in _SETTINGS and (fix != "checkpoint_blocks" or can_recompute):
+            return one
     return None
 
 
@@ -178,11 +168,7 @@ def patched(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
 
 
 def _value(trainer: TrainerFacts, term: _Term, dose: Dose, given: ast.expr | None, values: set[int]) -> str:
-    """Return what is to be written for ``term``.
-
-    Args:
-        given: what stands there, and ``values``: the numbers that it may be.
-    """
+    """Return what is to be written for ``term`` in the place of what is ``given``, which may be one of ``values``."""
     if term.does == ":":
         if given is not None and ast.unparse(given) == ast.unparse(ast.parse(term.by)):
             raise Unfit(f"the cells say `{term.keyword}={term.by}` already")
@@ -206,27 +192,18 @@ def first(fix: str) -> Callable[[_Propose], _Propose]:
     """Have ``fix`` proposed through the settings of a trainer where that is its way, and else as it is in a loop."""
 
     def proposing(otherwise: _Propose) -> _Propose:
+        @refusing
         def propose(incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | Refused:
-            through = _proposed(fix, incident, evidence)
-            return otherwise(incident, evidence) if through is None else through
+            trainer = owner(evidence.code, fix)
+            evaluates = trainer is None and any(one.phase == "evaluate" for one in evidence.code.trainers)
+            if evaluates and fix in {"micro_batch", "smaller_batch", "checkpoint_blocks"}:
+                raise Unfit("the trainer was evaluating, without gradients")
+            found = None if trainer is None else _PROPOSERS[fix](trainer, incident, evidence)
+            return otherwise(incident, evidence) if found is None else tuple(found)
 
         return propose
 
     return proposing
-
-
-@refusing
-def _proposed(fix: str, incident: Incident, evidence: Evidence) -> tuple[Proposal, ...] | None:
-    """Return what to propose where a trainer's settings are the way to make ``fix``, None where they are not."""
-    code = evidence.code
-    trainer = owner(code, fix)
-    if trainer is None:
-        evaluates = any(one.phase == "evaluate" for one in code.trainers)
-        if evaluates and fix in {"micro_batch", "smaller_batch", "checkpoint_blocks"}:
-            raise Unfit("the trainer was evaluating, without gradients")
-        return None
-    found = _PROPOSERS[fix](trainer, incident, evidence)
-    return None if found is None else tuple(found)
 
 
 def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
@@ -240,15 +217,15 @@ def _micro_batch(trainer: TrainerFacts, incident: Incident, evidence: Evidence) 
         splittable,
         "activations, batch and request",
         effect=Effect.CHANGES_RESULT if caveats else Effect.EQUIVALENT,
-        each=_OVERHEAD,
+        each=OVERHEAD,
         caveat="; ".join(caveats) or None,
         through=trainer.library,
     )
 
 
 def _whole_parts(size: int, what: str) -> list[int]:
-    found = [parts for parts in _PARTS if size % parts == 0]
-    return need(found or None, f"{what} of {size} samples has no half")
+    found = [parts for parts in PARTS if size % parts == 0]
+    return need(found, f"{what} of {size} samples has no half")
 
 
 def _couples(trainer: TrainerFacts, code: CodeFacts) -> str | None:
@@ -271,12 +248,8 @@ def _splittable(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -
     size = _set(trainer, _BATCH[trainer.library])
     if type(size) is not int:
         raise Unfit("how many samples a batch has is not known")
-    if size == 1:
-        raise Unfit("the batch has one sample: there is nothing to split")
-    held = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    if not held + (incident.requested or 0):
-        raise Unfit("no activations were found that smaller parts could save")
-    return size, held + (incident.requested or 0)
+    need(size != 1, "the batch has one sample: there is nothing to split")
+    return size, need(passing(incident, evidence), "no activations were found that smaller parts could save")
 
 
 def _differs(trainer: TrainerFacts) -> Iterator[str]:
@@ -300,8 +273,7 @@ def _autocast(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> None:
     in_force = _set(trainer, "bf16") or _set(trainer, "fp16")
     if in_force or _set(trainer, "precision") not in {None, "32-true"}:
         raise Unfit("mixed precision is in force already, or another precision than 32 bits")
-    if evidence.code.half_weights:
-        raise Unfit("most of the weights take 2 bytes already")
+    need(not evidence.code.half_weights, "most of the weights take 2 bytes already")
 
 
 def _checkpoint_blocks(trainer: TrainerFacts, *_: object) -> None:
@@ -314,16 +286,14 @@ def adams(evidence: Evidence) -> tuple[OptimizerFacts, ...] | None:
     trainer = owner(evidence.code, "lighter_optimizer")
     if trainer is None:
         return None
-    if trainer.given_optimizer:
-        raise Unfit("the trainer was given its optimizer, so its setting `optim` does not decide")
+    need(not trainer.given_optimizer, "the trainer was given its optimizer, so its setting `optim` does not decide")
     if _set(trainer, "optim") not in _ADAMS:
         raise Unfit(f"the trainer steps by `{_set(trainer, 'optim')}`, not by AdamW of torch")
     return (need(trainer.optimizer, "the trainer has made no optimizer yet"),)
 
 
 def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    size = _set(trainer, "per_device_eval_batch_size")
-    room = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
+    size, room = _set(trainer, "per_device_eval_batch_size"), passing(incident, evidence, batch=False)
     if type(size) is not int or not room:
         raise Unfit("no activations were found that smaller batches could save")
     by_samples = trainer.model is not None and trainer.model.type_name.endswith(_BY_SAMPLES)
@@ -334,21 +304,19 @@ def _chunked_inference(trainer: TrainerFacts, incident: Incident, evidence: Evid
         room,
         "activations and request",
         effect=Effect.EQUIVALENT if by_samples else Effect.CHANGES_RESULT,
-        each=_OVERHEAD,
+        each=OVERHEAD,
         caveat=caveat,
         through=trainer.library,
     )
 
 
 def _offload_predictions(trainer: TrainerFacts, _: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    if kind_of_device(evidence) == "cpu":
-        raise Unfit("the predictions of the trainer are in host memory already")
+    need(kind_of_device(evidence) != "cpu", "the predictions of the trainer are in host memory already")
     if _set(trainer, "eval_accumulation_steps") is not None:
         raise Unfit("the trainer moves predictions to host memory already (`eval_accumulation_steps`)")
-    if not trainer.gathered_bytes:
-        raise Unfit("the trainer had gathered no predictions")
-    basis = f"measured: the trainer had gathered {format_size(trainer.gathered_bytes)} of predictions"
-    yield Proposal(effect=Effect.EXACT, saves=trainer.gathered_bytes, basis=basis)
+    size = need(trainer.gathered_bytes, "the trainer had gathered no predictions")
+    basis = f"measured: the trainer had gathered {format_size(size)} of predictions"
+    yield Proposal(effect=Effect.EXACT, saves=size, basis=basis)
 
 
 _Proposer: TypeAlias = Callable[[TrainerFacts, Incident, Evidence], Iterator[Proposal] | None]

@@ -24,19 +24,10 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._construction_sites import StepLines, preceded, runs, step_lines
-from oomdoctor.fixes._preconditions import (
-    ROUNDS,
-    Unfit,
-    check_training,
-    kind_of_device,
-    native,
-    need,
-    proposing,
-    refusing,
-    running_loops,
-)
+from oomdoctor.fixes._preconditions import ROUNDS, check_training, kind_of_device, native, running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
-from oomdoctor.model.code import CodeFacts, TrainingLoop
+from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import ancestors, bound, reads
@@ -55,8 +46,7 @@ _OWNERS: Final = re.compile(r"^(self\.)?(accelerator|fabric|manual_backward)$")
 def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], device: str, dtype: str) -> Edit:
     """Return the change of ``cell`` that runs the step of its ``loops`` under autocast, with a scaler for float16."""
     parsed = need(rewriting.read(cell.source))
-    if not knows_torch(cells.beside(cell)):
-        raise Unfit("the cells do not import `torch` by its name")
+    need(knows_torch(cells.beside(cell)), "the cells do not import `torch` by its name")
     scaler, scale = (rewriting.fresh_name(name, cells) for name in ("scaler", "scale"))
     trees = [tree for one in cells.history if (tree := tree_of(one.source)) is not None]
     functions = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
@@ -73,8 +63,7 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
     module = rewriting.exchange(parsed.module, changes)
     if dtype != "float16":
         return need(rewriting.edit(cells, cell, parsed, module))
-    if cell.file is not None:
-        raise Unfit(f"a scaler for float16 is made when {cell.name} is imported, which has run already")
+    need(cell.file is None, f"a scaler for float16 is made when {cell.name} is imported, which has run already")
     at = parsed.module.body.index(rewriting.path_to(parsed, min(facts.line for facts in loops))[0])
     line = f'{scaler} = torch.amp.GradScaler("{device}")'
     made, first = preceded(module.body[at], line, parsed)
@@ -85,16 +74,18 @@ def _under_autocast(cells: Cells, cell: Cell, loops: Sequence[TrainingLoop], dev
 
 def _backward(step: StepLines) -> tuple[int, ast.expr]:
     calls = [node for node in ast.walk(step.node) if isinstance(node, ast.Call) and _method(node) == "backward"]
-    if not calls:
-        raise Unfit("backward is called in a function that the loop calls, not by the loop itself")
-    if len(calls) != 1:
+    call, *others = need(calls, "backward is called in a function that the loop calls, not by the loop itself")
+    if others:
         raise Unfit(f"the loop calls backward {len(calls)} times, not once")
-    (call,) = calls
-    at = next((i for i, one in enumerate(step.node.body) if isinstance(one, ast.Expr) and one.value is call), None)
+    at = [i for i, one in enumerate(step.node.body) if isinstance(one, ast.Expr) and one.value is call]
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     if _OWNERS.match(ast.unparse(receiver)):
         raise Unfit(f"`{ast.unparse(receiver)}` takes its precision from its own settings: set `mixed_precision` there")
-    return need(at, "backward is not called by a statement of the loop itself"), receiver
+    return need(at, "backward is not called by a statement of the loop itself")[0], receiver
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _with_named_loss(step: StepLines, runners: Collection[str], name: str) -> StepLines:
@@ -115,18 +106,13 @@ def _last(step: StepLines, around: Sequence[ast.AST]) -> int:
     at, receiver = _backward(step)
     before = step.node.body[:at]
     last = max((place for place, one in enumerate(before) if bound(one) & reads(receiver)), default=-1)
-    if last < step.first:
-        raise Unfit("the model and the loss are not called by statements of the loop itself")
+    need(last >= step.first, "the model and the loss are not called by statements of the loop itself")
     made = {name for one in before[step.first : last + 1] for name in bound(one)}
     scope = next((one for one in reversed(around) if isinstance(one, ast.FunctionDef)), around[0])
     for node in ast.walk(scope):
         if isinstance(node, ast.Call) and _method(node) == "numpy" and reads(node) & made:
             raise Unfit(f"`{ast.unparse(node)}` needs `{min(reads(node) & made)}` in a precision that NumPy has")
     return last
-
-
-def _method(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _scaled(
@@ -136,9 +122,8 @@ def _scaled(
     if len(facts.optimizers) != 1:
         names = ", ".join(facts.optimizers) or "none that is known"
         raise Unfit(f"the loop steps {len(facts.optimizers)} optimizers ({names}), and one can be scaled")
-    for node in within(loop, cst.Attribute):
-        if node.attr.value == "grad":
-            raise Unfit(f"`{text_of(node)}` is read while gradients are scaled")
+    for node in (one for one in within(loop, cst.Attribute) if one.attr.value == "grad"):
+        raise Unfit(f"`{text_of(node)}` is read while gradients are scaled")
     several: dict[cst.CSTNode, rewriting.New]
     several = {line: apart(line) for line in within(loop, cst.SimpleStatementLine) if len(line.body) > 1}
     suites = [one for one in within(loop, cst.SimpleStatementSuite) if re.search(r"\.step\(|clip_grad", text_of(one))]
@@ -156,11 +141,9 @@ def _scaled(
     if len(m.findall(loop, _CLIP)) > 1 or not beside.issuperset(clips):
         raise Unfit("gradients are clipped apart from the step, so they would be unscaled more than once")
     schedules = [line for line, text in lines.items() if _SCHEDULE.fullmatch(text)]
-    if bool(schedules) != ("schedule" in facts.order):
-        raise Unfit("which scheduler is stepped in the loop cannot be told")
-    for line in schedules:
-        if line not in block[block.index(steps[0]) :]:
-            raise Unfit(f"`{lines[line]}` does not follow the step of the optimizer")
+    need(bool(schedules) == ("schedule" in facts.order), "which scheduler is stepped in the loop cannot be told")
+    for line in (one for one in schedules if one not in block[block.index(steps[0]) :]):
+        raise Unfit(f"`{lines[line]}` does not follow the step of the optimizer")
     kept = f"{scale} = {scaler}.get_scale()\n" if schedules else ""
     changes: dict[cst.CSTNode, rewriting.New] = {
         steps[0]: preceded(steps[0], f"{scaler}.step({optimizer})\n{kept}{scaler}.update()", parsed)[:-1]
@@ -195,9 +178,11 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     dtype = need(native(evidence))
     if trainer is None:
         running_loops(evidence)
-    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), _weights(code)
-    saves = activations // 2 - weights // 2
-    if saves <= 0:
+    # Of the trainer's model, else of the notebook's.
+    trained = [one.model for one in code.trainers if one.model is not None] or code.models
+    activations, weights = evidence.census.bytes_of(Role.ACTIVATION), sum(model.parameter_bytes for model in trained)
+    saves = max(0, activations // 2 - weights // 2)
+    if not saves:
         raise Unfit(
             f"16-bit copies of {format_size(weights)} of weights would take no less than halving "
             f"{format_size(activations)} of activations gives"
@@ -212,22 +197,12 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     )
 
 
-def _weights(code: CodeFacts) -> int:
-    """Return the bytes of the weights that are trained: of the trainer's model, else of the notebook's."""
-    found = [one.model for one in code.trainers if one.model is not None]
-    return sum(model.parameter_bytes for model in found or code.models)
-
-
 def _check(evidence: Evidence) -> None:
     code = evidence.code
-    if code.autocast:
-        raise Unfit("mixed precision is in force already")
-    if code.half_weights:
-        raise Unfit("most of the weights take 2 bytes already")
-    if code.grad_disabled:
-        raise Unfit("autograd is off, so no activations are kept that a smaller type would halve")
-    if not code.models:
-        raise Unfit("no model was found among the notebook's objects")
+    need(not code.autocast, "mixed precision is in force already")
+    need(not code.half_weights, "most of the weights take 2 bytes already")
+    need(not code.grad_disabled, "autograd is off, so no activations are kept that a smaller type would halve")
+    need(code.models, "no model was found among the notebook's objects")
     check_training(evidence)
     called = " ".join(filter(None, (loop.loss_call for loop in code.loops if loop.in_failing_run)))
     if any(loss.type_name == "BCELoss" for loss in code.losses) or _BCE.search(called):
@@ -237,15 +212,12 @@ def _check(evidence: Evidence) -> None:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the loops that the failing cell runs with their steps under autocast."""
-    loops = [loop for loop in evidence.code.loops if loop.in_failing_run]
     through = _trainers.patched("autocast", cells, evidence, dose)
-    if not loops and through is None:
-        raise Unfit("no training loop was found in what the cell runs")
+    loops = running_loops(evidence) if through is None else []
     for cell in cells.history:
         if re.search(r"\bautocast\b|\bGradScaler\b", cell.source):
             raise Unfit(f"{cell} has to do with mixed precision already")
-        if _BCE.search(cell.source):
-            raise Unfit(_NO_BCE)
+        need(not _BCE.search(cell.source), _NO_BCE)
     if through is not None:
         return through
     dtype, kind, edits = str(dose["dtype"]), kind_of_device(evidence), []

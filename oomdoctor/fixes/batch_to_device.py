@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, last_name
 from oomdoctor.fixes._data_set_uses import Pages, Uses
-from oomdoctor.fixes._preconditions import Unfit, check_host_room, need, proposing, refusing, root_of
+from oomdoctor.fixes._preconditions import check_host_room
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
@@ -44,12 +46,9 @@ _DATASETS: Final = frozenset({"TensorDataset", "DataLoader", "Subset", "random_s
 @proposing
 def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose it where the census found the data on the device."""
-    if evidence.code.first("batch_to_device") is None:
-        raise Unfit(_NOWHERE)
+    sites_of(evidence, "batch_to_device", _NOWHERE)
     held = sum(holding.bytes for holding in evidence.census.holdings if _is_data(holding, evidence))
-    if not held:
-        raise Unfit("the census found no tensors of a data set on the device")
-    check_host_room(evidence, held)
+    check_host_room(evidence, need(held, "the census found no tensors of a data set on the device"))
     yield Proposal(
         effect=Effect.EXACT,
         saves=held,
@@ -66,11 +65,7 @@ def _is_data(holding: Holding, evidence: Evidence) -> bool:
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find the statement that puts a whole data set on the device, outside of any loop.
-
-    What is put there counts as a data set if batches are cut from it, if it is handed to a ``Dataset``, or if it is
-    called one.
-    """
+    """Find the statement that puts a whole data set on the device: by its name, or as batches are cut from it."""
     under = ground(program)
     data = {name for scope in under.basis for name in _data_sets(scope)}
     for scope in under.basis:
@@ -135,12 +130,10 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     last = {cell.source: cell for cell in cells.history}  # one that is run again stands for its earlier runs
     kept = [(cell, rewriting.read(cell.source)) for cell in cells.history if last[cell.source] is cell]
     pages = [(cell, parsed) for cell, parsed in kept if not isinstance(parsed, Refused)]
-    at = next((at for at, (cell, _) in enumerate(pages) if cell.source == told.cell.source), None)
-    page = need(at, _NOWHERE)
-    statement = need(rewriting.statement_at(pages[page][1], told.line), _NOWHERE)
-    body = pages[page][1].module.body
-    if statement not in body:
-        raise Unfit("the data is put on the device in a block: whether that is run is not known")
+    page = next(at for at, (cell, _) in enumerate(pages) if cell.source == told.cell.source)
+    statement = need(rewriting.statement_at(told.parsed, told.line), _NOWHERE)
+    body = told.parsed.module.body
+    need(statement in body, "the data is put on the device in a block: whether that is run is not known")
     uses, device, off = Uses(pages), None, list[tuple[str | None, list[cst.Call]]]()
     for one in (statement, *(other for other in body if other is not statement)):
         for name, calls in _placed(one):
@@ -206,16 +199,14 @@ def _moved(
     nodes: dict[int, dict[cst.CSTNode, rewriting.New]] = {home: {}}
     live: dict[int, list[str]] = {home: []}
     for name, calls in off:
-        nodes[home] |= dict.fromkeys(calls, _without_device)
+        nodes[home] |= {call: taken[0] for call in calls if (taken := _taken_off(call)) is not None}
         live[home] += [f"{name}.data = {name}.data.cpu()"] if name is not None else []
     for one in uses.cut:
-        nodes.setdefault(one.page, {})[one.node] = lambda node: arguments.called_on(node, f".to({to})")
+        nodes.setdefault(one.page, {})[one.node] = partial(arguments.called_on, call=f".to({to})")
     for page, path in uses.sets:  # the objects stay, so that whatever else holds them follows
         live.setdefault(page, []).append(f"[setattr(one, 'data', one.data.cpu()) for one in {path}.tensors]")
     for one in uses.loaders:
-        nodes.setdefault(one.page, {})[one.node] = lambda node: arguments.with_keyword(
-            cst.ensure_type(node, cst.Call), "collate_fn", text
-        )
+        nodes.setdefault(one.page, {})[one.node] = partial(arguments.with_keyword, name="collate_fn", text=text)
         live.setdefault(one.page, []).extend(f"{name}.collate_fn = {text}" for name in [one.name] if name)
     loading, edits = {one.page for one in uses.loaders}, list[Edit | Refused]()
     for page in {**nodes, **live}:
@@ -225,11 +216,6 @@ def _moved(
         module = import_lines.insert_at_top(parsed, module, imports)
         edits.append(rewriting.edit(cells, cell, parsed, module, live.get(page, [])))
     return rewriting.join(cells, edits)
-
-
-def _without_device(call: cst.CSTNode) -> cst.CSTNode:
-    taken = _taken_off(cst.ensure_type(call, cst.Call))
-    return call if taken is None else taken[0]
 
 
 def _without_idle(before: cst.Module, after: cst.Module) -> cst.Module:

@@ -15,16 +15,9 @@ from typing import Final
 
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._construction_sites import placed
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_short,
-    found_or_asked,
-    layer,
-    model_facts,
-    proposing,
-    refusing,
-)
+from oomdoctor.fixes._preconditions import check_short, found_or_asked, layer, model_facts
 from oomdoctor.fixes._recompute_choice import choices
+from oomdoctor.fixes._refusals import FORWARD_SHARE, Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.code import CodeFacts, ModelFacts
 from oomdoctor.model.fix import Value
@@ -40,9 +33,7 @@ _KEPT_RATIO: Final = 2 / 34
 """What a recomputed transformer block keeps of its activations. Source: Korthikanti et al., arXiv:2205.05198, table 2:
 2sbh bytes of inputs out of 34sbh and more."""
 
-_FORWARD_SHARE: Final = 1 / 3
-"""A forward's share of a step: the backward pass costs about two forwards. Source: as above, section 4.3."""
-
+_NO_PARTS: Final = "no model was found with parts that keep more than their input"
 _SWITCHES: Final = frozenset(
     {"activation_checkpointing_enable", "gradient_checkpointing_enable", "set_grad_checkpointing"}
 )
@@ -54,17 +45,12 @@ _HOMES: Final = ("torch.utils.checkpoint.", "oomdoctor.recompute")
 def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     """Propose parts to recompute, fewest first, where a model has parts and gradients are on."""
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off: nothing is kept for a backward pass")
-    models = _trained(code)
-    if not models:
-        raise Unfit("no model was found with parts that keep more than their input")
+    need(not code.grad_disabled, "gradients are off: nothing is kept for a backward pass")
+    models = need(_trained(code), _NO_PARTS)
     if all(model.switches and not model.training for model in models):
         raise Unfit(f"`{models[0].path}` recomputes its layers in training alone, and is in evaluation mode")
     check_short(incident, evidence)
-    activations = found_or_asked(incident, evidence)
-    if not activations:
-        raise Unfit("no activations were found that recomputing could save")
+    activations = need(found_or_asked(incident, evidence), "no activations were found that recomputing could save")
     # A switch turns the cache of keys and values off as well, whose tensors may be rounded otherwise.
     switched = any(model.switches for model in models) or _trainers.owner(code, "checkpoint_blocks")
     parts = [] if switched else [(model, part) for model in models for part in model.segments]
@@ -78,7 +64,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
             dose=_dose(parts[::every]) if parts else Dose.of(every=every),
             effect=Effect.EQUIVALENT if switched else Effect.EXACT,
             saves=int(activations * (1 - _KEPT_RATIO) * returned / every),
-            slowdown=1 + _FORWARD_SHARE / every,
+            slowdown=1 + FORWARD_SHARE / every,
             basis=f"estimate: {'every part' if every == 1 else 'every other part'} keeps its inputs only, "
             f"of {format_size(activations)} of activations",
         )
@@ -88,9 +74,7 @@ def _measured(evidence: Evidence, models: Sequence[ModelFacts]) -> Iterator[Prop
     """Return the cheapest parts for more and more bytes, where a dry run has told what each of them keeps."""
     by_type = {(model.type_name, model.parameter_bytes): model for model in models}
     found = choices([row for row in evidence.modules if row.model in by_type])
-    if not found:
-        raise Unfit("what the calls of its modules keep is their input and output alone")
-    for choice, saves in found:
+    for choice, saves in need(found, "what the calls of its modules keep is their input and output alone"):
         yield Proposal(
             dose=_dose([(by_type[part.model], part.name) for part in choice.parts]),
             effect=Effect.EXACT,
@@ -114,8 +98,7 @@ def _trained(code: CodeFacts) -> list[ModelFacts]:
 @refusing
 def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Put a line that marks the parts behind the one that makes each model."""
-    if _recomputes(cells):
-        raise Unfit("the code recomputes activations already")
+    need(not _recomputes(cells), "the code recomputes activations already")
     asked = dict(dose.values)
     through = _trainers.patched("checkpoint_blocks", cells, evidence, dose) if asked.get("every") == 1 else None
     if through is not None:
@@ -128,24 +111,18 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         if model.switches and "every" in asked:
             lines[model] = _switch(model, dose.number("every"))
         elif chosen := _chosen(model, asked):
-            texts = ", ".join(f'"{part}"' for part in _shortened(model, chosen))
+            texts = ", ".join(f'"{part}"' for part in chosen)
             lines[model] = f"{name}({model.path}, {texts})\n"
             imports = (import_lines.source_of("oomdoctor", "recompute", name),)
-    if not lines:
-        raise Unfit("no model was found with parts that keep more than their input")
+    need(lines, _NO_PARTS)
     return placed(cells, lines.items(), imports)
 
 
 def _chosen(model: ModelFacts, asked: dict[str, Value]) -> list[str]:
-    if "every" in asked:
-        return list(model.segments[:: int(asked["every"])])
-    named = (text.partition(":") for text in str(asked["modules"]).split(", "))
-    return [part for path, _, part in named if path == model.path]
-
-
-def _shortened(model: ModelFacts, chosen: Sequence[str]) -> list[str]:
     """Return the parts as they are written: all blocks of a container as ``blocks.*``."""
-    texts = list(chosen)
+    named = (text.partition(":") for text in str(asked.get("modules", "")).split(", "))
+    texts = [part for path, _, part in named if path == model.path]
+    texts = list(model.segments[:: int(asked["every"])]) if "every" in asked else texts
     for container in model.blocks:
         within = [part for part in model.segments if re.fullmatch(rf"{re.escape(container)}\.\d+", part)]
         if len(within) > 1 and set(within) <= set(texts):

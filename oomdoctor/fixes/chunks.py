@@ -29,18 +29,14 @@ from oomdoctor.fixes._construction_sites import placed
 from oomdoctor.fixes._preconditions import (
     HELD,
     NUMBER_BYTES,
-    Unfit,
-    check,
     check_short,
     check_training,
     couples,
-    fitting,
     found_or_asked,
-    in_parts_of,
-    proposing,
-    refusing,
+    passing,
     takes_note,
 )
+from oomdoctor.fixes._refusals import FORWARD_SHARE, Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.inference_precision import detect_runs
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, ModelFacts
@@ -56,8 +52,6 @@ TOLERANCE: Final = 1e-5
 """Relative difference of losses, gradients and outputs in float32: sums over the batch are taken in another order."""
 _CHUNKS: Final = (2, 4, 8, 16)
 _CHUNKS_OF_PREDICTIONS: Final = (2, 4, 16, 64)
-_FORWARD_SHARE: Final = 1 / 3
-"""A forward's share of a step: the backward pass costs about two. Source: Korthikanti et al., arXiv:2205.05198."""
 _OVERHEAD: Final = 0.001
 """Time lost per part to launching the same kernels again, as a share of the whole. A round figure, not measured."""
 _OVERHEAD_OF_LOSS: Final = 0.02
@@ -82,14 +76,10 @@ _OTHERWISE: Final = (".generate", ".forward")
 
 @proposing
 def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    models = _models(evidence)
-    for model in models:
-        check(couples(model))
+    _check_apart(_models(evidence))
     check_short(incident, evidence)
-    activations = found_or_asked(incident, evidence)
-    if not activations:
-        raise Unfit(_NOTHING)
-    slowdown = 1.0 if evidence.code.grad_disabled else 1 + _FORWARD_SHARE
+    activations = need(found_or_asked(incident, evidence), _NOTHING)
+    slowdown = 1.0 if evidence.code.grad_disabled else 1 + FORWARD_SHARE
     yield from in_parts_of(fitting(_CHUNKS, evidence), "chunks", activations, "activations", slowdown=slowdown)
 
 
@@ -98,18 +88,14 @@ def _propose_forward(incident: Incident, evidence: Evidence) -> Iterator[Proposa
 def _propose_inference(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     _check_without_gradients(evidence.code)
     _check_apart(_models(evidence))
-    size = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
-    if not size:
-        raise Unfit(_NOTHING)
+    size = need(passing(incident, evidence, batch=False), _NOTHING)
     counts = fitting(_CHUNKS_OF_PREDICTIONS, evidence)
     yield from in_parts_of(counts, "chunks", size, "activations and request", each=_OVERHEAD)
 
 
 def _models(evidence: Evidence) -> list[ModelFacts]:
     models = [model for model in evidence.code.models if model.parameter_bytes]
-    if not models:
-        raise Unfit("no model was found among the names of the notebook")
-    return models
+    return need(models, "no model was found among the names of the notebook")
 
 
 def _check_without_gradients(code: CodeFacts) -> None:
@@ -141,26 +127,20 @@ def _patch_inference(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
     _check_apart(code.models)
     sites = code.sites.get("chunked_inference", ())
     if any(loop.in_failing_run for loop in code.loops):
-        sites = tuple(one for one in sites if one.kind == "prediction")
-        if not sites:
-            raise Unfit("the failing cell trains as well: which of its calls are predictions cannot be told")
+        why = "the failing cell trains as well: which of its calls are predictions cannot be told"
+        sites = need(tuple(one for one in sites if one.kind == "prediction"), why)
     return _in_parts(cells, sites, dose, moves=True)
 
 
 def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = False) -> Patch | Refused:
-    """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model in what the failing cell runs.
+    """Return the cells with ``in_parts(model, parts)(x)`` for each call of a model that ``detect_runs`` found.
 
-    Args:
-        found: by ``inference_precision.detect_runs``.
-        moves: predictions: let it move the parts of what a call moves to the device, and generate in parts.
+    Predictions have it move the parts of what a call ``moves`` to the device, and generate in parts.
     """
     otherwise = ".forward" if moves else _OTHERWISE
     sites = [one for one in found if one.kind != "numpy" and not one.names[-1].endswith(otherwise)]
-    if any("in_parts(" in cell.source for cell in cells.history):
-        raise Unfit("a model is given parts of the batch already")
-    if not sites:
-        raise Unfit("no call of a model was found in what the failing cell runs")
-
+    need(not any("in_parts(" in cell.source for cell in cells.history), "a model is given parts of the batch already")
+    need(sites, "no call of a model was found in what the failing cell runs")
     named = {one: one.names[-1] for one in sites}
     return _wrapped(cells, named, "in_parts", "model_in_parts", dose.number("chunks"), moves=moves)
 
@@ -168,12 +148,9 @@ def _in_parts(cells: Cells, found: Sequence[Site], dose: Dose, *, moves: bool = 
 def _wrapped(
     cells: Cells, named: Mapping[Site, str], helper: str, otherwise: str, chunks: int, *, moves: bool = False
 ) -> Patch | Refused:
-    """Return the cells with ``helper(f, chunks)(x)`` for each call ``f(x)``.
+    """Return the cells with ``helper(f, chunks)(x)`` for each call ``f(x)`` of what is ``named`` at each site.
 
-    Args:
-        named: what is called at each site.
-        otherwise: what the helper is called where its name is taken.
-        moves: take away what moves the first argument to a device.
+    The helper is called ``otherwise`` where its name is taken; ``moves``: what moves the first argument is taken away.
     """
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> cst.Module:
@@ -228,21 +205,18 @@ def _propose_loss(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     if code.first("chunked_loss") is None and not _heads(code):
         raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
-    if code.compiles is not None:
-        raise Unfit("torch.compile takes the loss together with what is around it")
+    need(code.compiles is None, "torch.compile takes the loss together with what is around it")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         raise Unfit("a gradient is taken of gradients, which a recomputed loss does not give")
     logits = [_logits(held, code) for held in evidence.census.holdings]
     size, rows = max([_asked_for(incident, evidence), *logits])
     if _FRAME.search(incident.framework_frame or "") and (incident.requested or 0) > size:
         size, rows = incident.requested or 0, rows or _CHUNKS[-1]
-    if not size:
-        raise Unfit("no logits over the classes of a model were found")
+    need(size, "no logits over the classes of a model were found")
     if size < _WORTH * evidence.census.found:
         raise Unfit(f"the log-probabilities take {format_size(size)} of {format_size(evidence.census.found)} found")
     doses = [chunks for chunks in _CHUNKS if chunks <= rows]
-    if not doses:
-        raise Unfit("the loss is over one row: there is nothing to split")
+    need(doses, "the loss is over one row: there is nothing to split")
     # The output layer in chunks has no gradient of all logits either.
     kept, slowdown = (2 * size, 1 + _OVERHEAD_OF_HEAD) if _heads(code) else (size, 1 + _OVERHEAD_OF_LOSS)
     what = "logits' gradients and log-probabilities" if _heads(code) else "log-probabilities"
@@ -277,10 +251,7 @@ def _asked_for(incident: Incident, evidence: Evidence) -> tuple[int, int]:
 
 
 def _loss_bytes(each: int, code: CodeFacts) -> int:
-    """Return the bytes of one log-probability, given those of a logit: autocast takes losses in float32.
-
-    Source: the functions listed so in docs.pytorch.org/docs/stable/amp.html.
-    """
+    """Return the bytes of one log-probability, given those of a logit: autocast takes losses in float32."""
     return max(each, 4) if code.autocast else each
 
 
@@ -302,8 +273,7 @@ def _patch_loss(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
         name = import_lines.name_for("oomdoctor", "chunked_head", cells, "head_in_chunks")
         lines = [(model, f"{name}({model.path}, {dose.number('chunks')})\n") for model in heads]
         return placed(cells, lines, [import_lines.source_of("oomdoctor", "chunked_head", name)])
-    if not sites:
-        raise Unfit("neither a cell nor the forward of a model takes a cross-entropy")
+    need(sites, "neither a cell nor the forward of a model takes a cross-entropy")
     known = {loss.path for loss in code.losses}
     for one in sites:
         called, stands_for, *_ = one.names

@@ -18,12 +18,15 @@ from typing import Final, TypeAlias
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
+from oomdoctor.fixes._construction_sites import keyword
+from oomdoctor.fixes._preconditions import asking_line, check_host, is_opened
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
+from oomdoctor.fixes.host_loads import calls_in_line
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused
 from oomdoctor.model.sizes import format_size
 from oomdoctor.program import rewriting
 from oomdoctor.program.arguments import with_keyword
-from oomdoctor.program.rewriting import place_at, text_of, within
+from oomdoctor.program.rewriting import text_of
 
 Propose: TypeAlias = Callable[[Incident, Evidence], tuple[Proposal, ...] | Refused]
 
@@ -56,9 +59,8 @@ def _propose_sparse(incident: Incident, evidence: Evidence) -> Iterator[Proposal
     if not incident.requested or shape is None:
         raise Unfit("how many indicator columns were asked for is not known")
     rows, columns = sorted(map(int, shape.groups()), reverse=True)
-    saves = incident.requested - _SPARSE_BYTES * rows
-    if saves <= 0:
-        raise Unfit(f"sparse columns of {columns} values take no less than dense ones")
+    saves = max(0, incident.requested - _SPARSE_BYTES * rows)
+    need(saves, f"sparse columns of {columns} values take no less than dense ones")
     yield Proposal(
         dose=dose,
         effect=Effect.CHANGES_RESULT,
@@ -88,33 +90,26 @@ def _calls(text: str, names: frozenset[str]) -> bool:
     return any(f"{name}(" in text for name in names)
 
 
-def _only_call(cells: Cells, dose: Dose, names: frozenset[str], none: str) -> tuple[rewriting.EditPlace, cst.Call]:
-    """Return the one call of these functions in the line of the dose."""
-    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
-    statement = need(rewriting.statement_at(place.parsed, place.line), none)
-    calls = [call for call in within(statement, cst.Call) if text_of(call.func) in names]
-    if len(calls) != 1 or not calls[0].args or any(arg.star for arg in calls[0].args):
+def _only_call(
+    cells: Cells, dose: Dose, names: frozenset[str], none: str, *said: str
+) -> tuple[rewriting.EditPlace, cst.Call]:
+    """Return the one call of these functions in the line of the dose, which says none of some settings."""
+    place, _, calls = calls_in_line(cells, dose, names, none)
+    if len(calls) != 1 or any(keyword(calls[0], name) is not None for name in said):
         raise Unfit(none)
     return place, calls[0]
 
 
-def _says(call: cst.Call, *keywords: str) -> bool:
-    return any(arg.keyword is not None and arg.keyword.value in keywords for arg in call.args)
-
-
 @refusing
 def _patch_sparse(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    place, call = _only_call(cells, dose, _DUMMIES, _MAKES_NONE)
-    if _says(call, "sparse"):
-        raise Unfit(_MAKES_NONE)
+    place, call = _only_call(cells, dose, _DUMMIES, _MAKES_NONE, "sparse")
     return rewriting.edited(cells, place, {call: with_keyword(call, "sparse", "True")})
 
 
 @refusing
 def _patch_types(fix_id: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    place, call = _only_call(cells, dose, _READERS, _READS_NONE)
-    if _says(call, "dtype", "nrows", "chunksize", "iterator", "engine", "dtype_backend"):
-        raise Unfit(_READS_NONE)
+    said = ("dtype", "nrows", "chunksize", "iterator", "engine", "dtype_backend")
+    place, call = _only_call(cells, dose, _READERS, _READS_NONE, *said)
     source = text_of(call.args[0].value)
     if call.args[0].keyword is not None or re.search(r"open\(|BytesIO|StringIO", source) or is_opened(cells, source):
         raise Unfit("the file is open already: the first rows could not be read before the others")

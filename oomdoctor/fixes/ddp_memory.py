@@ -29,7 +29,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
-from oomdoctor.fixes._preconditions import Unfit, in_the_step, layer, need, proposing, refusing
+from oomdoctor.fixes._preconditions import in_the_step, layer
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.fixes.gradients import ELEMENTWISE
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session
 from oomdoctor.model.code import ModelFacts, ReplicaFacts
@@ -45,10 +46,8 @@ DDP: Final = "DistributedDataParallel"
 def wrapped(evidence: Evidence) -> tuple[ReplicaFacts, ...]:
     """Return the models that DDP wraps, none where it is made in a function; Unfit where DDP is not in use."""
     code = evidence.code
-    if code.distributed is None:
-        raise Unfit(f"no model is wrapped in {DDP}")
-    if code.distributed != DDP:
-        raise Unfit(f"{code.distributed} spreads the training, which has settings of its own")
+    need(code.distributed is not None, f"no model is wrapped in {DDP}")
+    need(code.distributed == DDP, f"{code.distributed} spreads the training, which has settings of its own")
     return tuple(one for one in code.replicas if one.type_name == DDP)
 
 
@@ -112,7 +111,9 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
             line = next(one.strip() for one in code.splitlines() if kept[0] in one)
             raise Unfit(f"`{line}` may hold on to a gradient, which as a view would change with the next step")
     known = {one.path for one in evidence.code.replicas}
-    told = {one: _with_views(one) for one in found}
+    told = {one: _construction_sites.with_keyword(one.node, _VIEW, "True") for one in found}
+    for one, text in ((one, _construction_sites.keyword_text(one.node, _VIEW)) for one in found):
+        need(text in (None, "True", "False"), f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
     live = dict[_construction_sites.Call, list[str]]()
     for one in (one for one in found if one.around is None and one.is_live(cells)):
         if one.target is None or one.target not in known:
@@ -121,13 +122,6 @@ def _patch_views(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         anew = told[one].deep_replace(model, cst.parse_expression(f"{one.target}.module"))
         live[one] = [f"{one.target} = {text_of(anew)}"]
     return _construction_sites.exchanged(cells, told, live=live)
-
-
-def _with_views(one: _construction_sites.Call) -> cst.Call:
-    text = _construction_sites.keyword_text(one.node, _VIEW)
-    if text not in (None, "True", "False"):
-        raise Unfit(f"{one.where} takes `{_VIEW}` from `{text}`: set it there")
-    return one.node if text == "True" else _construction_sites.with_keyword(one.node, _VIEW, "True")
 
 
 _SHARDED: Final = "ZeroRedundancyOptimizer"
@@ -161,8 +155,7 @@ _CAVEAT: Final = (
 def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     ranks, steppers = shared_by(evidence), evidence.code.steppers
     for one in steppers:
-        if one.type_name == _SHARDED:
-            raise Unfit(f"`{one.path}` shares its state among the processes already")
+        need(one.type_name != _SHARDED, f"`{one.path}` shares its state among the processes already")
         if one.type_name not in ELEMENTWISE or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, which is not known to treat each element for itself")
     if any(len(one.dtypes) > 1 for one in evidence.code.replicas):
@@ -170,8 +163,7 @@ def _propose_zero(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     state, basis = _state(incident, evidence)
     need(state, "the census found no optimizer state on the device")
     share = max([1 / ranks, *(one.largest_bytes / one.parameter_bytes for one in steppers if one.parameter_bytes)])
-    if share >= 1:
-        raise Unfit("one parameter has all the state, and each parameter stays with one process")
+    need(share < 1, "one parameter has all the state, and each parameter stays with one process")
     yield Proposal(
         effect=Effect.EXACT,
         saves=int(state * (1 - share)),
@@ -215,11 +207,7 @@ def _patch_zero(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 
 def _within(one: _construction_sites.Call, name: str) -> cst.Call:
-    """Return the call that makes the same optimizer for a share of the parameters.
-
-    The class reads groups of parameters twice, and loses those that are generators.
-    Source: torch 2.13, ``ZeroRedundancyOptimizer._verify_and_init_params``.
-    """
+    """Return the call that makes the same optimizer for a share of the parameters, whose groups it reads twice."""
     call = one.node
     if any(arg.star for arg in call.args):
         raise Unfit(f"{one.where} unpacks the optimizer's settings, of which some may not be passed on by name")
@@ -244,8 +232,7 @@ def _within(one: _construction_sites.Call, name: str) -> cst.Call:
 def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     ranks = shared_by(evidence)
     numbers = re.findall(r"\d+", version("torch"))[:2]
-    if tuple(map(int, numbers)) < _SINCE:
-        raise Unfit("this torch has no `fully_shard`, which came with 2.6")
+    need(tuple(map(int, numbers)) >= _SINCE, "this torch has no `fully_shard`, which came with 2.6")
     model, kept = _model(evidence), sum(map(evidence.census.bytes_of, LASTING))
     need(kept, "the census found no parameters, gradients or optimizer state on the device")
     coupled = ", and buffers (running statistics) are no longer those of the first process" if model.batch_norm else ""
@@ -262,8 +249,7 @@ def _propose_fsdp(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 def _model(evidence: Evidence) -> ModelFacts:
     paths = {one.path for one in wrapped(evidence)}
     found = [one for one in evidence.code.models if one.path in paths]
-    if len(found) != 1:
-        raise Unfit("there is not one model, known by its name, that DDP wraps")
+    need(len(found) == 1, "there is not one model, known by its name, that DDP wraps")
     if not any(path.startswith("module.") or path == "module" for path in found[0].blocks):
         raise Unfit("the model has no repeated blocks, and sharded as one piece it would be gathered as one")
     return found[0]
@@ -271,8 +257,7 @@ def _model(evidence: Evidence) -> ModelFacts:
 
 @refusing
 def _patch_fsdp(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any(_SHARD in cell.source for cell in cells.history):
-        raise Unfit("the cells shard a model already")
+    need(not any(_SHARD in cell.source for cell in cells.history), "the cells shard a model already")
     model, found = _model(evidence), _construction_sites.find(cells, DDP)
     if len(found) != 1 or found[0].target != model.path or found[0].around is not None:
         raise Unfit(f"no cell wraps `{model.path}` in DDP at its top level, in a statement of its own")

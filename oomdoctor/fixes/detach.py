@@ -18,8 +18,9 @@ from typing import Final
 
 import libcst as cst
 
-from oomdoctor.fixes._construction_sites import preceded
-from oomdoctor.fixes._preconditions import Unfit, hangs_on, listed, need, proposing, refusing, sites_of
+from oomdoctor.fixes._construction_sites import changed, preceded
+from oomdoctor.fixes._preconditions import hangs_on
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
@@ -58,8 +59,7 @@ def _propose_history(incident: Incident, evidence: Evidence) -> Iterator[Proposa
     names = dict.fromkeys(one.names[0] for one in sites)
     either = listed(names, "or")
     kept = sum(holding.bytes for holding in evidence.census.holdings if any(_keeps(holding, name) for name in names))
-    if not kept:
-        raise Unfit(f"the census found no graph that {either} keeps alive")
+    need(kept, f"the census found no graph that {either} keeps alive")
     if (other := _kept_elsewhere(evidence, names)) is not None:
         raise Unfit(f"{other} keeps the same graphs alive, whether {either} does or not")
     yield Proposal(
@@ -110,7 +110,9 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
 
     every = [(scope, one) for scope in program.running for one in statements(scope.body) if one.loops]
     for scope, one in every:
-        differentiating = [loop for loop in one.loops if _differentiates(loop)]
+        differentiating = [
+            loop for loop in one.loops if any(getattr(node, "attr", "") == "backward" for node in ast.walk(loop))
+        ]
         if differentiating and _is_carried(one, differentiating[-1]):
             return (site("carried", scope, one.node, _fed_back(one.node)),)
     for scope in ground(program).reach:
@@ -130,10 +132,6 @@ def _is_carried(statement: Statement, loop: Loop) -> bool:
     fed = _fed_back(statement.node)
     rebound = any(_rebinds(node, set(fed), statement.node) for node in own_nodes(loop.body))
     return bool(fed) and not statement.is_gradless and not rebound
-
-
-def _differentiates(loop: ast.AST) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
 
 
 def _fed_back(node: ast.AST) -> tuple[str, ...]:
@@ -199,14 +197,10 @@ def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: as
 
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
-    found = evidence.code.first("detach_state")
-    if found is None:
-        raise Unfit(_NOTHING)
-    names = found.names
-    census = evidence.census
+    found = need(evidence.code.first("detach_state"), _NOTHING)
+    names, census = found.names, evidence.census
     kept = census.bytes_of(Role.ACTIVATION) + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
-    if not kept:
-        raise Unfit(f"the census found no graphs that {listed(names)} could keep alive")
+    need(kept, f"the census found no graphs that {listed(names)} could keep alive")
     exact = found.kind == "idle"
     yield Proposal(
         dose=Dose.of(state=", ".join(names)),
@@ -230,21 +224,15 @@ def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     feeding = path[-1] if path else None
     if not isinstance(feeding, cst.SimpleStatementLine) or len(feeding.body) > 1:
         raise Unfit(f"line {found.line} of {cell} is no statement of its own")
-    if all(name.startswith("self.") for name in found.names):
-        module = _in_module(parsed, feeding, found.names)
-    else:
-        module = _in_loop(parsed, path, found.names, found.kind == "idle")
-    return rewriting.join(cells, [rewriting.edit(cells, cell, parsed, module)])
-
-
-def _in_module(parsed: rewriting.ParsedCell, feeding: cst.SimpleStatementLine, names: tuple[str, ...]) -> cst.Module:
-    new = "".join(f"if {name} is not None:\n    {_detached((name,))}\n" for name in names)
-    return rewriting.replace(parsed.module, feeding, preceded(feeding, new, parsed))
+    if not all(name.startswith("self.") for name in found.names):
+        return changed(cells, cell, _in_loop(parsed, path, found.names, found.kind == "idle"))
+    new = "".join(f"if {name} is not None:\n    {_detached((name,))}\n" for name in found.names)
+    return changed(cells, cell, {feeding: preceded(feeding, new, parsed)})
 
 
 def _in_loop(
     parsed: rewriting.ParsedCell, path: tuple[rewriting.Statement, ...], names: tuple[str, ...], idly: bool
-) -> cst.Module:
+) -> dict[cst.CSTNode, rewriting.New]:
     loops = [node for node in path if isinstance(node, cst.For | cst.While)]
     steps = loops if idly else [node for node in loops if ".backward(" in parsed.code(node)]
     if not steps or not isinstance(steps[-1].body, cst.IndentedBlock):
@@ -257,15 +245,14 @@ def _in_loop(
         raise Unfit("the loop has a `continue`, which would pass over the line that detaches the state")
     why = "its graph is not needed" if idly else "gradients end with the step"
     added = rewriting.statements(f"{_detached(names)}  # {why}\n", parsed)
-    return rewriting.replace(parsed.module, loop.body, loop.body.with_changes(body=[*loop.body.body, *added]))
+    return {loop.body: loop.body.with_changes(body=[*loop.body.body, *added])}
 
 
 def _detached(names: tuple[str, ...]) -> str:
     """Return the assignment that detaches the names; one name may hold a tuple, as the state of an LSTM."""
     every = "tuple(part.detach() for part in {0}) if isinstance({0}, tuple) else {0}.detach()"
-    return (
-        f"{', '.join(names)} = {', '.join(('{}.detach()' if len(names) > 1 else every).format(one) for one in names)}"
-    )
+    each = "{}.detach()" if len(names) > 1 else every
+    return f"{', '.join(names)} = {', '.join(map(each.format, names))}"
 
 
 FIXES: Final = (

@@ -18,7 +18,7 @@ import libcst.matchers as m
 
 from oomdoctor.fixes import _construction_sites, ddp_memory
 from oomdoctor.fixes._construction_sites import keyword_text, preceded, with_keyword
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refusing
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cell, Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import TrainingLoop
 from oomdoctor.model.memory import Census
@@ -49,8 +49,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     first, *others = [census for census in evidence.censuses if census.device.startswith("cuda")] or [evidence.census]
     if not first.device.endswith(":0") or (incident.device or first.device) != first.device:
         raise Unfit("it is not the first device that ran out, where DataParallel gathers the outputs")
-    if not others:
-        raise Unfit("one device is in use, so DataParallel gathers nothing there")
+    need(others, "one device is in use, so DataParallel gathers nothing there")
     most = max(map(_passing, others))
     more = need(max(_passing(first) - most, 0), f"{first.device} holds no more activations than the other devices")
     yield Proposal(
@@ -147,8 +146,7 @@ class _Program:
             raise Unfit(f"{one.where} gives the loader's settings in a way that is not followed")
         if (taken := next((name for name in _OTHERWISE if name in given), None)) is not None:
             raise Unfit(f"{one.where} gives the loader a `{taken}`, which would have to know of the processes")
-        if not given.keys() >= {*_PLACES}:
-            raise Unfit(f"{one.where} makes batches of one sample, which cannot be shared out")
+        need(given.keys() >= {*_PLACES}, f"{one.where} makes batches of one sample, which cannot be shared out")
         data, size = (given[name].value for name in _PLACES)
         if not isinstance(data, cst.Name | cst.Attribute):
             raise Unfit(f"{one.where} makes the data set within the call: give it a name first")

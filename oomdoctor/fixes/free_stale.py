@@ -15,7 +15,7 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import changed, preceded
-from oomdoctor.fixes._preconditions import Unfit, listed, need, proposing, refusing, root_of, sites_of
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, root_of, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.memory import LASTING
 from oomdoctor.model.sizes import format_size
@@ -37,12 +37,11 @@ _NOTHING: Final = "no old model or optimizer that could be let go of is bound wh
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find models, optimizers and schedulers that are still bound while the failing cell makes their successors.
 
-    Those that the cell is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use
-    are ``left``; models come first. There are none where another object of the namespace would keep the
-    same thing alive.
+    Those that it is about to bind anew are ``rebound``, optimizers and schedulers of theirs that it does not use are
+    ``left``; models come first. There are none where another object of the namespace would keep the same thing alive.
     """
     namespace, line = objects.namespace, objects.line
-    top = next((s for s in program.scopes if s.cell == program.failing and s.function is None), None)
+    top = next((one for one in program.scopes if one.cell == program.failing and one.function is None), None)
     source = program.masked[program.failing].text
     if line is None or top is None or is_in_definition(source, line):
         return ()
@@ -125,18 +124,14 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     first = rewriting.statement_at(parsed, min(one.line for one in sites if one.kind == "rebound"))
     if not isinstance(first, cst.SimpleStatementLine):
         raise Unfit(f"no statement of {cell} that binds {listed(names)} was found")
-    if any(one.text.endswith("= None") for one in sites):
-        raise Unfit(f"{listed(names)} are set to None already")
+    need(not any(one.text.endswith("= None") for one in sites), f"{listed(names)} are set to None already")
     text = f"{' = '.join(names)} = None  # let go of the old before the new is built\ngc.collect()"
     return changed(cells, cell, {first: preceded(first, text, parsed)}, ["import gc"])
 
 
 @contextmanager
 def guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Have oomdoctor itself let go of the named objects, which it would keep alive while the cell runs.
-
-    That is not undone on exit: the user asked for the objects to be deleted, and holding them would hold the memory.
-    """
+    """Have oomdoctor itself let go, for good, of the named objects, which it would keep alive while the cell runs."""
     names = set(str(dose["names"]).split(", "))
     # A snapshot cannot refer weakly to this mapping, so that the moments would outlive their optimizer.
     for state in [optimizer.state for path, optimizer in session.optimizers if path in names]:

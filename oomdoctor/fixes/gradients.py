@@ -28,7 +28,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing, running_loops, sites_of
+from oomdoctor.fixes._preconditions import running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refused, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.kinds import submodules
@@ -57,12 +58,10 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
     loops = running_loops(evidence)
     if any("clip" in loop.order for loop in loops):
         raise Unfit("gradients are clipped, for which all of them have to be there")
-    if any(loop.accumulates for loop in loops):
-        raise Unfit("gradients are accumulated over several batches before a step")
+    need(not any(loop.accumulates for loop in loops), "gradients are accumulated over several batches before a step")
     if any("schedule" in "".join(loop.order).partition("backward")[2].partition("step")[0] for loop in loops):
         raise Unfit("a scheduler changes settings between the backward pass and the step")
-    if code.first("set_to_none") is not None:
-        raise Unfit("gradients are kept as zeros, with which parameters would be stepped")
+    need(code.first("set_to_none") is None, "gradients are kept as zeros, with which parameters would be stepped")
     gradients = evidence.census.bytes_of(Role.GRADIENT)
     saves = max(0, gradients - max((one.largest_bytes for one in code.steppers), default=gradients))
     need(saves, "the census found no gradients, or no more than the largest, which has to be there at its time")
@@ -76,11 +75,7 @@ def _propose_early(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
-    """Step the parameters of the session's optimizers within ``backward``; undone on exit.
-
-    Raises:
-        OomDoctorError: on entering, in the loop or on leaving, where the results would not be the same.
-    """
+    """Step the parameters of the session's optimizers within ``backward``; undone on exit."""
     _check(session)
     early = [_Early(path, optimizer) for path, optimizer in session.optimizers]
     with ExitStack() as undo:
@@ -93,11 +88,7 @@ def _apply_early(session: Session, dose: Dose) -> Iterator[None]:
 
 
 class _Early:
-    """One optimizer whose parameters are stepped as their gradients come.
-
-    Attributes:
-        stepped: the parameters that were, for which the program's own call of ``step`` is still to come.
-    """
+    """One optimizer whose parameters are stepped as their gradients come: those in ``stepped``, until it steps."""
 
     def __init__(self, path: str, optimizer: Any) -> None:
         self.path, self.optimizer = path, optimizer
@@ -206,17 +197,13 @@ _KEEPING: Final = m.Call(
 
 def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find each ``zero_grad`` that fills gradients with zeros and does not free them."""
-    return tuple(
-        site("zeroed", scope, node)
-        for scope in ground(program).reach
-        for node in own_nodes(scope.body)
-        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "zero_grad" and _keeps(node)
-    )
-
-
-def _keeps(call: ast.Call) -> bool:
-    values = [one.value for one in call.keywords if one.arg == "set_to_none"] + call.args[:1]
-    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+    sites: list[Site] = []
+    for scope, node in ((reached, node) for reached in ground(program).reach for node in own_nodes(reached.body)):
+        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "zero_grad":
+            values = [one.value for one in node.keywords if one.arg == "set_to_none"] + node.args[:1]
+            if any(isinstance(value, ast.Constant) and value.value is False for value in values):
+                sites.append(site("zeroed", scope, node))
+    return tuple(sites)
 
 
 @proposing

@@ -24,7 +24,8 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import keyword, under
-from oomdoctor.fixes._preconditions import Unfit, found_or_asked, listed, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import found_or_asked
+from oomdoctor.fixes._refusals import Unfit, listed, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.sizes import format_size
@@ -37,7 +38,7 @@ from oomdoctor.program.arguments import without_keyword
 from oomdoctor.program.dataflow import ancestors
 from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.dependencies import ground
-from oomdoctor.program.gradients import Graphs, graphs_of
+from oomdoctor.program.gradients import graphs_of
 from oomdoctor.program.kept_tensors import outliving, undifferentiated
 from oomdoctor.program.names import blocks_of, own_nodes
 
@@ -50,22 +51,16 @@ _DROPS: Final = "retain_graph"
 
 def _detect_kept(program: Program, objects: Objects) -> tuple[Site, ...]:
     """Find each ``backward`` that keeps its graph: ``retain_graph`` where that can be dropped, else named why not."""
-    calls = [
-        (scope, node)
-        for scope in ground(program).reach
-        for node in own_nodes(scope.body)
-        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "backward" and _keeps_graph(node)
-    ]
-    graphs = graphs_of(program, {}) if calls else None
-    return tuple(site(_kind(graphs, scope, call), scope, call) for scope, call in calls if graphs is not None)
+    sites: list[Site] = []
+    for scope, node in ((reached, node) for reached in ground(program).reach for node in own_nodes(reached.body)):
+        if isinstance(node, ast.Call) and torch_functions.last_name(node) == "backward":
+            values = [one.value for one in node.keywords if one.arg in {_DROPS, "create_graph"}] + node.args[1:2]
+            if any(isinstance(value, ast.Constant) and value.value is True for value in values):
+                sites.append(site(_kind(program, scope, node), scope, node))
+    return tuple(sites)
 
 
-def _keeps_graph(call: ast.Call) -> bool:
-    values = [one.value for one in call.keywords if one.arg in {"retain_graph", "create_graph"}] + call.args[1:2]
-    return any(isinstance(value, ast.Constant) and value.value is True for value in values)
-
-
-def _kind(graphs: Graphs, scope: Scope, call: ast.Call) -> str:
+def _kind(program: Program, scope: Scope, call: ast.Call) -> str:
     """Return ``retain_graph`` where no further gradient is taken in the step of a call, else why it is kept."""
     keywords = {one.arg: one.value for one in call.keywords}
     if "create_graph" in keywords and ast.unparse(keywords["create_graph"]) != "False":
@@ -75,7 +70,7 @@ def _kind(graphs: Graphs, scope: Scope, call: ast.Call) -> str:
     path = ancestors(ast.Module(body=list(scope.body), type_ignores=[]), call)
     loops = [outer for outer, inner in pairwise(path) if isinstance(outer, _LOOPS) and inner in outer.body]
     for node in _later(path, loops[-1] if loops else path[0]):
-        every = [node, *(part for one in graphs.called([node]) for part in one.body)]
+        every = [node, *(part for one in graphs_of(program, {}).called([node]) for part in one.body)]
         calls = (one for part in every for one in ast.walk(part) if isinstance(one, ast.Call))
         if any(torch_functions.last_name(one) in torch_functions.TAKES_GRADIENT | {"fit"} for one in calls):
             return "another gradient is taken after it in the same step"
@@ -93,11 +88,8 @@ def _later(path: Sequence[ast.AST], step: ast.AST) -> Iterator[ast.stmt]:
 @proposing
 def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code, census = evidence.code, evidence.census
-    place = code.first("drop_retain_graph")
-    if place is None:
-        raise Unfit(_NOTHING)
-    if code.first("detach_state") is not None:
-        raise Unfit(_CARRIED)
+    place = need(code.first("drop_retain_graph"), _NOTHING)
+    need(code.first("detach_state") is None, _CARRIED)
     loss = _LOSS.match(place.text)
     held = sum(one.bytes for one in census.holdings if loss and one.path.startswith(f"{loss[0]} → graph"))
     kept = held + census.bytes_of(Role.GRAPH_KEPT_ALIVE)
@@ -105,31 +97,24 @@ def _propose_drop(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     if not kept:
         kept = census.bytes_of(Role.ACTIVATION) // 2
         basis = f"estimate: half of the {format_size(2 * kept)} of activations, as two steps share the device"
-    if not kept:
-        raise Unfit("the census found no graphs or activations that a backward keeps")
+    need(kept, "the census found no graphs or activations that a backward keeps")
     yield Proposal(effect=Effect.EXACT, saves=kept, basis=basis)
 
 
 @refusing
 def _patch_drop(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    sites = evidence.code.sites.get("drop_retain_graph", ())
+    sites = sites_of(evidence, "drop_retain_graph", _NOTHING)
     dropped = [one for one in sites if one.kind == _DROPS]
-    if not sites:
-        raise Unfit(_NOTHING)
-    if evidence.code.first("detach_state") is not None:
-        raise Unfit(_CARRIED)
+    need(evidence.code.first("detach_state") is None, _CARRIED)
     if not dropped:
         why = "the gradients are differentiated themselves (create_graph)"
         raise Unfit(f"line {sites[-1].line}: {why if sites[-1].kind == 'create_graph' else sites[-1].kind}")
 
     def change(parsed: rewriting.ParsedCell, here: list[Site]) -> dict[cst.CSTNode, rewriting.New]:
         lines = {(one.line, one.end_line) for one in here}
-        calls = [node for node, at in parsed.positions.items() if (at.start.line, at.end.line) in lines]
-        return {
-            node: without_keyword(node, _DROPS)
-            for node in calls
-            if isinstance(node, cst.Call) and keyword(node, _DROPS) is not None
-        }
+        calls = [call for call in rewriting.within(parsed.module, cst.Call) if keyword(call, _DROPS) is not None]
+        where = {call: parsed.lines_of(call) for call in calls}
+        return {call: without_keyword(call, _DROPS) for call, at in where.items() if (at.start, at.stop - 1) in lines}
 
     return rewriting.at_sites(cells, dropped, change)
 
@@ -187,13 +172,11 @@ def _wants_grad(value: Any) -> bool:
 @proposing
 def _propose_no_grad(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off already at the line that failed")
+    need(not code.grad_disabled, "gradients are off already at the line that failed")
     sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
     found = evidence.census.bytes_of(Role.ACTIVATION)
-    kept = found or found_or_asked(incident, evidence)
-    if not kept:
-        raise Unfit("the census found no activations that are kept for a backward pass")
+    why = "the census found no activations that are kept for a backward pass"
+    kept = need(found or found_or_asked(incident, evidence), why)
     if (loop := _only_trains(evidence)) is not None:
         raise Unfit(f"the activations that were found are those of a step of the training loop of line {loop.line}")
     fused, kept_on = _fused(code), _kept_on(sites)
@@ -231,10 +214,7 @@ def _kept_on(sites: Sequence[Site]) -> str | None:
 
 
 def _only_trains(evidence: Evidence) -> TrainingLoop | None:
-    """Return the training loop that was running where it holds all activations, None where evaluation may hold some.
-
-    What an evaluation has bound to a name lives on with its graph while the next epoch trains.
-    """
+    """Return the training loop that was running where it holds all activations, None where evaluation may hold some."""
     sites = evidence.code.sites["no_grad_eval"]
     loop = next((one for one in evidence.code.loops if one.in_failing_run and one.was_running and one.end_line), None)
     held = [one for one in evidence.census.holdings if one.role is Role.ACTIVATION]
@@ -248,17 +228,13 @@ def _only_trains(evidence: Evidence) -> TrainingLoop | None:
 
 @refusing
 def _patch_no_grad(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    sites = sites_of(evidence, "no_grad_eval", _NO_PLACE)
-    return rewriting.at_sites(cells, sites, partial(_changed, cells=cells))
+    return rewriting.at_sites(cells, sites_of(evidence, "no_grad_eval", _NO_PLACE), partial(_changed, cells))
 
 
-def _changed(parsed: rewriting.ParsedCell, sites: list[Site], cells: Cells) -> cst.Module:
+def _changed(cells: Cells, parsed: rewriting.ParsedCell, sites: list[Site]) -> cst.Module:
     cell = cells.get(sites[0].cell)
     name, imports = need(import_lines.library_name(cells.beside(cell), import_lines.framework_of(cells)))
-    blocks: list[Any] = [
-        parsed.module.body,
-        *(one.body for one in parsed.positions if isinstance(one, cst.IndentedBlock)),
-    ]
+    blocks: list[Any] = [parsed.module.body, *(one.body for one in rewriting.within(parsed.module, cst.IndentedBlock))]
     wrapped = [_starting_at(parsed, one.line, one.text) for one in sites]
     for node, one in zip(wrapped, sites, strict=True):
         if node is None or not any(node is other for block in blocks for other in block):

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import libcst as cst
 import libcst.matchers as m
 
-from oomdoctor.fixes._preconditions import Unfit, asking_line, check_host, is_opened, need, proposing, refusing
+from oomdoctor.fixes._construction_sites import keyword
+from oomdoctor.fixes._preconditions import asking_line, check_host, is_opened
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
@@ -67,9 +69,9 @@ def _loads_to_host(call: ast.Call, namespace: Mapping[str, Any]) -> bool:
     if isinstance(where, ast.Constant):
         return where.value in {"cpu", "meta"}
     if isinstance(where, ast.Name) and where.id in namespace:
-        value = namespace[where.id]
-        known = (type(value).__module__, type(value).__name__) in {("builtins", "str"), ("torch", "device")}
-        return known and str(value) in {"cpu", "meta"}
+        kind, value = type(namespace[where.id]), namespace[where.id]
+        is_known = f"{kind.__module__}.{kind.__name__}" in {"builtins.str", "torch.device"}
+        return is_known and str(value) in {"cpu", "meta"}
     text = ast.unparse(where)
     return "'cpu'" in text or "'meta'" in text or re.fullmatch(r"lambda \w+, \w+: \w+", text) is not None
 
@@ -80,9 +82,8 @@ def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Prop
     there = Dose.of(cell=load.cell, line=load.line) if load is not None else None
     dose = need(there or asking_line(incident, evidence, lambda text: f"{_LOAD}(" in text), _NOWHERE)
     held = evidence.census.bytes_of(Role.USER_TENSOR)
-    saves = held or incident.requested or 0
-    if not saves:
-        raise Unfit("the census found no tensors of a checkpoint, and the failed request has no size")
+    why = "the census found no tensors of a checkpoint, and the failed request has no size"
+    saves = need(held or incident.requested, why)
     basis = (
         f"estimate: the program's own {format_size(held)} of tensors, the checkpoint's among them"
         if held
@@ -93,16 +94,29 @@ def _propose_checkpoint(incident: Incident, evidence: Evidence) -> Iterator[Prop
 
 @refusing
 def _patch_checkpoint(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
-    statement = need(rewriting.statement_at(place.parsed, place.line), _NOWHERE)
-    loads = [call for call in within(statement, cst.Call) if text_of(call.func) == _LOAD]
-    if len(loads) != 1 or any(arg.star for arg in loads[0].args):
-        raise Unfit(_NOWHERE)
+    place, statement, loads = calls_in_line(cells, dose, {_LOAD}, _NOWHERE)
+    need(len(loads) == 1, _NOWHERE)
     (load,) = loads
     for call in _destinations(cells, place, statement, load):
-        if any(arg.keyword is not None and arg.keyword.value == "assign" for arg in call.args):
+        if keyword(call, "assign") is not None:
             raise Unfit("the checkpoint takes the place of the parameters (`assign`), which would then be on the host")
-    return rewriting.edited(cells, place, {load: _to_host(load, _can_map(cells, load))})
+    source = load.args[0].value
+    # A file by its name that nothing in the notebook writes.
+    names_one = not isinstance(source, cst.Call) or text_of(source.func).rpartition(".")[2] in {"join", "Path", "str"}
+    is_written = any(_SAVES.search(cell.source) for cell in cells.history)
+    can_map = names_one and not is_written and not is_opened(cells, text_of(source))
+    return rewriting.edited(cells, place, {load: _to_host(load, can_map)})
+
+
+def calls_in_line(
+    cells: Cells, dose: Dose, names: Collection[str], why: str
+) -> tuple[EditPlace, cst.BaseStatement, list[cst.Call]]:
+    """Return the place and the statement that a dose tells, and its calls of these functions; ``why`` is for none."""
+    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
+    statement = need(rewriting.statement_at(place.parsed, place.line), why)
+    calls = need([call for call in within(statement, cst.Call) if text_of(call.func) in names], why)
+    need(not any(not call.args or any(arg.star for arg in call.args) for call in calls), why)
+    return place, statement, calls
 
 
 def _to_host(call: cst.Call, mapped: bool) -> cst.Call:
@@ -112,14 +126,6 @@ def _to_host(call: cst.Call, mapped: bool) -> cst.Call:
     else:
         call = with_keyword(call, "map_location", '"cpu"')
     return with_keyword(call, "mmap", "True") if mapped else call
-
-
-def _can_map(cells: Cells, load: cst.Call) -> bool:
-    """Whether what is loaded is a file by its name that nothing in the notebook writes."""
-    source = load.args[0].value
-    if isinstance(source, cst.Call) and text_of(source.func).rpartition(".")[2] not in {"join", "Path", "str"}:
-        return False
-    return not is_opened(cells, text_of(source)) and not any(_SAVES.search(cell.source) for cell in cells.history)
 
 
 def _destinations(cells: Cells, place: EditPlace, statement: cst.CSTNode, load: cst.Call) -> list[cst.Call]:
@@ -164,7 +170,7 @@ def _followed(place: EditPlace, name: str) -> list[cst.Call]:
             case cst.Name() if id(node) not in fine:
                 line = since[node].start.line
                 raise Unfit(f"line {line} of {place.cell} uses what is loaded beside load_state_dict")
-    return need(list(into.values()) or None, "what is loaded goes into no load_state_dict")
+    return need(list(into.values()), "what is loaded goes into no load_state_dict")
 
 
 _LOADS: Final = frozenset({"np.load", "numpy.load"})
@@ -199,42 +205,30 @@ _MAKES_NONE: Final = "the line that ran out of memory makes no float64 of which 
 def _propose_mapped(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
     dose = need(asking_line(incident, evidence, lambda text: any(f"{name}(" in text for name in _LOADS)), _READS_NONE)
-    if not incident.requested:
-        raise Unfit("how large the array is that was read is not known")
-    yield Proposal(
-        dose=dose,
-        effect=Effect.EXACT,
-        saves=incident.requested,
-        slowdown=_SLOWER,
-        basis=f"the array asked for {format_size(incident.requested)}, which stay in its file",
-    )
+    asked = need(incident.requested, "how large the array is that was read is not known")
+    basis = f"the array asked for {format_size(asked)}, which stay in its file"
+    yield Proposal(dose=dose, effect=Effect.EXACT, saves=asked, slowdown=_SLOWER, basis=basis)
 
 
 @proposing
 def _propose_narrow(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
-    if _WHOLE.search(incident.message):
-        raise Unfit("whether all whole numbers of the array fit a narrower type is not known")
+    need(not _WHOLE.search(incident.message), "whether all whole numbers of the array fit a narrower type is not known")
     dose = asking_line(incident, evidence, lambda text: bool(_DOUBLE.search(incident.message) or _SAID.search(text)))
     dose = need(dose, "nothing shows that float64 was asked for")
-    if not incident.requested:
-        raise Unfit("how much memory was asked for is not known")
+    asked = need(incident.requested, "how much memory was asked for is not known")
     yield Proposal(
         dose=dose,
         effect=Effect.CHANGES_RESULT,
-        saves=incident.requested // 2,
-        basis=f"half of the {format_size(incident.requested)} that were asked for in float64",
+        saves=asked // 2,
+        basis=f"half of the {format_size(asked)} that were asked for in float64",
         caveat="numbers keep 7 digits instead of 16, and what is computed from them becomes float32 as well",
     )
 
 
 @refusing
 def _patch_mapped(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    place = need(place_at(cells, dose.number("cell"), dose.number("line")))
-    statement = need(rewriting.statement_at(place.parsed, place.line), _READS_NONE)
-    loads = [call for call in within(statement, cst.Call) if text_of(call.func) in _LOADS]
-    if not loads or any(not load.args or any(arg.star for arg in load.args) for load in loads):
-        raise Unfit(_READS_NONE)
+    place, _, loads = calls_in_line(cells, dose, _LOADS, _READS_NONE)
     for load in loads:
         _check_mappable(cells, load)
     for cell in cells.history:
@@ -249,8 +243,7 @@ def _check_mappable(cells: Cells, load: cst.Call) -> None:
     if any(arg.keyword is None or arg.keyword.value in {"mmap_mode", "allow_pickle"} for arg in others):
         raise Unfit("the array is mapped already, or may hold Python objects, which cannot be")
     text = text_of(source.value)
-    if ".npz" in text:
-        raise Unfit("arrays of an .npz file are packed together and cannot be mapped")
+    need(".npz" not in text, "arrays of an .npz file are packed together and cannot be mapped")
     if "open(" in text or "BytesIO" in text or is_opened(cells, text):
         raise Unfit("the array is read from an open file, which cannot be mapped by its name")
     for cell in cells.history:
@@ -268,11 +261,8 @@ def _patch_narrow(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refus
     calls = within(statement, cst.Call) if isinstance(statement, cst.SimpleStatementLine) else ()
     narrowed: dict[cst.CSTNode, rewriting.New]
     narrowed = {call: new for call in calls if (new := _narrowed(call)) is not None}
-    if len(narrowed) > 1:
-        raise Unfit(f"line {place.line} of {place.cell} makes several arrays of float64")
-    if not narrowed:
-        raise Unfit(_MAKES_NONE)
-    return rewriting.edited(cells, place, narrowed)
+    need(len(narrowed) <= 1, f"line {place.line} of {place.cell} makes several arrays of float64")
+    return rewriting.edited(cells, place, need(narrowed, _MAKES_NONE))
 
 
 def _narrowed(call: cst.Call) -> cst.Call | None:
@@ -286,12 +276,11 @@ def _narrowed(call: cst.Call) -> cst.Call | None:
         return _exchanged(call, 0)
     if root not in _ROOTS or name not in _AT:
         return None
-    at = next((i for i, arg in enumerate(call.args) if arg.keyword is not None and arg.keyword.value == "dtype"), None)
-    if at is not None:
-        return _exchanged(call, at)
     place = _AT[name] if root != "torch" else None
-    if place is not None and len(call.args) > place and call.args[place].keyword is None:
-        return _exchanged(call, place)
+    for at, arg in enumerate(call.args):
+        is_type = at == place if arg.keyword is None else arg.keyword.value == "dtype"
+        if is_type:
+            return _exchanged(call, at)
     # torch makes float32 where nothing is said, and NumPy's random functions take no dtype.
     if root == "torch" or name in _RANDOM or not call.args:
         return None

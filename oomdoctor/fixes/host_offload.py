@@ -26,16 +26,8 @@ import libcst as cst
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes import _construction_sites
 from oomdoctor.fixes._construction_sites import changed, under
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_host_room,
-    check_not_stepping,
-    found_or_asked,
-    in_the_step,
-    need,
-    proposing,
-    refusing,
-)
+from oomdoctor.fixes._preconditions import check_host_room, check_not_stepping, found_or_asked, in_the_step
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.fixes.gradients import tell_watchers
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.sizes import format_size
@@ -74,10 +66,8 @@ _REGISTER: Final = """\
 @proposing
 def _propose_saved(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
-    if code.grad_disabled:
-        raise Unfit("gradients are off: nothing is kept for a backward pass")
-    if code.cuda_graphs is not None:
-        raise Unfit(f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
+    need(not code.grad_disabled, "gradients are off: nothing is kept for a backward pass")
+    need(code.cuda_graphs is None, f"{code.cuda_graphs} captures a graph, in which nothing can be copied to the host")
     check_not_stepping(incident, evidence)
     why = "the census found no activations that could wait in host memory"
     activations = need(found_or_asked(incident, evidence), why)
@@ -117,8 +107,7 @@ def _detect_saved(program: Program, objects: Objects) -> tuple[Site, ...]:
 @refusing
 def _patch_saved(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     running = need(evidence.code.first("save_on_cpu"), "which statement of the cell was running is not known")
-    if _HOOKED.search(cells.failing.source):
-        raise Unfit("the code says already where saved tensors are kept")
+    need(not _HOOKED.search(cells.failing.source), "the code says already where saved tensors are kept")
     beside, name, imports = cells.beside(cells.failing), f"{_HOME}.{_NAME}", list[str]()
     if not import_lines.knows_torch(beside):
         name = import_lines.name_for(_HOME, _NAME, beside, "keep_on_host")
@@ -148,13 +137,11 @@ def _bound(
 @proposing
 def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     state = need(evidence.census.bytes_of(Role.OPTIMIZER_STATE), "the census found no optimizer state on the device")
-    if in_the_step(incident):
-        raise Unfit("the memory ran out in the step itself, where the state has to be on the device")
+    need(not in_the_step(incident), "the memory ran out in the step itself, where the state has to be on the device")
     for one in evidence.code.steppers:
         if one.type_name == "LBFGS" or not one.home.startswith("torch.optim."):
             raise Unfit(f"`{one.path}` is a {one.type_name}, whose state is kept in a way that is not followed")
-    if evidence.code.distributed is not None:
-        raise Unfit(f"{evidence.code.distributed} may keep the state of the optimizer itself")
+    need(evidence.code.distributed is None, f"{evidence.code.distributed} may keep the state of the optimizer itself")
     check_host_room(evidence, state)
     yield Proposal(
         effect=Effect.EXACT,
@@ -167,11 +154,7 @@ def _propose_state(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 
 @contextmanager
 def _apply_state(session: Session, dose: Dose) -> Iterator[None]:
-    """Keep the state of every optimizer in host memory except while it steps; undone on exit.
-
-    Raises:
-        OomDoctorError: an optimizer of the session keeps its state in a way that is not followed.
-    """
+    """Keep the state of every optimizer in host memory except while it steps; undone on exit."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import optimizer as optim
 
@@ -254,8 +237,7 @@ def _patch_state(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
     for one in need(found, "no optimizer was found among the notebook's objects"):
         if one.is_live(cells):
             raise Unfit(f"`{one.target}` was made by an earlier cell and may have state: that is moved on the object")
-    if "register_step_pre_hook" in cells.failing.source:
-        raise Unfit("the cell sets hooks around its steps already")
+    need("register_step_pre_hook" not in cells.failing.source, "the cell sets hooks around its steps already")
     parsed = need(rewriting.read(cells.failing.source))
     move = rewriting.fresh_name("move_state", cells)
     at = {id(node): index for index, node in enumerate(parsed.module.body)}

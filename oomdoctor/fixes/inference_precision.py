@@ -19,7 +19,9 @@ from typing import Any, Final
 
 import libcst as cst
 
-from oomdoctor.fixes._preconditions import Unfit, native, need, proposing, refusing
+from oomdoctor.fixes._preconditions import native
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of
+from oomdoctor.fixes.gradients import tell_watchers
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.code import CodeFacts
 from oomdoctor.model.sizes import format_size
@@ -42,8 +44,6 @@ _NO_FLOATS: Final = torch_functions.names_of(Result.NUMBER, Result.DISCRETE, Res
     "double",
 }
 """Calls that give no tensor of 16 bits, whatever they are given."""
-_PATH: Final = re.compile(r"(local `)?([^\W\d]\w*)")
-"""The name that a path of the census begins with."""
 _DIGITS: Final = {"bfloat16": 8, "float16": 11}
 _TRAINS: Final = {
     "half_weights": "the failing cell trains, and small updates would be lost in weights of 16 bits",
@@ -65,9 +65,8 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
     for scope in program.running:
 
         def path_of(call: ast.Call, scope: Any = scope) -> str | None:
-            func = call.func
-            if isinstance(func, ast.Attribute) and func.attr == "generate":
-                call = ast.Call(func=func.value, args=[], keywords=[])
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "generate":
+                call = ast.Call(func=call.func.value, args=[], keywords=[])
             path = models.path(scope, call)
             if scope.owner and path is not None and path.startswith("self."):
                 path = next((one for one in known if one.endswith(path.removeprefix("self"))), None)
@@ -90,8 +89,7 @@ def _runs(program: Program, models: ModelCalls, objects: Objects) -> Iterator[Si
 def _check_not_training(fix: str, code: CodeFacts) -> None:
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS[fix])
-    if not code.grad_disabled:
-        raise Unfit("the failing line does not run under no_grad or inference_mode, so it may be training")
+    need(code.grad_disabled, "the failing line does not run under no_grad or inference_mode, so it may be training")
 
 
 @proposing
@@ -100,11 +98,9 @@ def _propose_half(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     _check_not_training("half_weights", code)
     if code.half_weights or code.autocast:
         raise Unfit("the model computes in 16 bits already")
-    if not code.models:
-        raise Unfit("no model was found among the notebook's objects")
+    need(code.models, "no model was found among the notebook's objects")
     weights, passing = census.bytes_of(Role.PARAMETER), census.bytes_of(Role.ACTIVATION)
-    if not weights:
-        raise Unfit(f"the census found no weights on {census.device}")
+    need(weights, f"the census found no weights on {census.device}")
     dtype = need(native(evidence))
     yield Proposal(
         dose=Dose.of(dtype=dtype),
@@ -124,13 +120,11 @@ def _propose_quantized(incident: Incident, evidence: Evidence) -> Iterator[Propo
     if evidence.device.tensor_device != "cpu" or evidence.device.simulated:
         raise Unfit("the kernels of dynamic quantization run on the CPU alone")
     _check_not_training("dynamic_quantization", code)
-    if code.half_weights:
-        raise Unfit("the weights take 2 bytes each already, and are quantized from 4")
+    need(not code.half_weights, "the weights take 2 bytes each already, and are quantized from 4")
     linear = sum(model.linear_bytes for model in code.models)
-    if not linear:
-        raise Unfit("no model with linear layers was found among the notebook's objects")
-    if find_spec("torch.ao.quantization.quantize") is None:
-        raise Unfit("this torch has no dynamic quantization: it has moved to torchao")
+    need(linear, "no model with linear layers was found among the notebook's objects")
+    spec = find_spec("torch.ao.quantization.quantize")
+    need(spec, "this torch has no dynamic quantization: it has moved to torchao")
     yield Proposal(
         dose=Dose.of(dtype="qint8"),
         effect=Effect.CHANGES_RESULT,
@@ -145,8 +139,7 @@ def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
     dtype, found = str(dose["dtype"]), _found("half_weights", evidence.code)
     touched = {one.cell: cells.get(one.cell) for one in found}
     for cell in touched.values():
-        if _CASTS.search(cell.source):
-            raise Unfit(f"{cell} chooses the precision already")
+        need(not _CASTS.search(cell.source), f"{cell} chooses the precision already")
     for cell in (touched | {cells.failing.number: cells.failing}).values():
         if not knows_torch(cells.beside(cell)):
             raise Unfit(f"{'the cells do' if cell.file is None else f'{cell} does'} not import `torch` by its name")
@@ -165,16 +158,12 @@ def _patch_half(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused
 
 @refusing
 def _patch_quantized(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any("quantiz" in cell.source for cell in cells.history):
-        raise Unfit("the cells have to do with quantization already")
-    if not knows_torch(cells):
-        raise Unfit("the cells do not import `torch` by its name")
+    need(not any("quantiz" in cell.source for cell in cells.history), "the cells have to do with quantization already")
+    need(knows_torch(cells), "the cells do not import `torch` by its name")
     found = _found("dynamic_quantization", evidence.code)
     for model in (one for run in found for one in evidence.code.models if one.path == run.names[0]):
-        if model.type_name == "Linear":
-            raise Unfit(f"`{model.path}` is one layer, which cannot be exchanged in place")
-        if not model.linear_bytes:
-            raise Unfit(f"`{model.path}` has no linear layers")
+        need(model.type_name != "Linear", f"`{model.path}` is one layer, which cannot be exchanged in place")
+        need(model.linear_bytes, f"`{model.path}` has no linear layers")
     call = "torch.ao.quantization.quantize_dynamic({}, {{torch.nn.Linear}}, dtype=torch.qint8, inplace=True)"
     return _written(cells, found, call.format, lambda *_: {})
 
@@ -183,8 +172,7 @@ def _found(fix: str, code: CodeFacts) -> tuple[Site, ...]:
     if any(loop.in_failing_run for loop in code.loops):
         raise Unfit(_TRAINS[fix])
     found = code.sites.get("half_weights", ())
-    if not any(one.kind != "numpy" for one in found):
-        raise Unfit(_NO_RUN)
+    need([one for one in found if one.kind != "numpy"], _NO_RUN)
     return found
 
 
@@ -198,12 +186,10 @@ def _is_floating(node: cst.BaseExpression, evidence: Evidence) -> bool:
     names = {part.value for part in (node, *within(node, cst.Name)) if isinstance(part, cst.Name)}
     typed = [held for held in evidence.census.holdings if held.dtype]
     # In a loop that does not train, the census does not know the batch from other tensors of the user's.
-    seen = [held for held in typed if (found := _PATH.match(held.path)) and found[2] in names] or [
-        held for held in typed if held.role is Role.BATCH
-    ]
+    seen = [held for held in typed if root_of(held.path.removeprefix("local `")) in names]
+    seen = seen or [held for held in typed if held.role is Role.BATCH]
     kinds = {str(held.dtype).removeprefix("torch.").startswith(("float", "bfloat")) for held in seen}
-    if len(kinds) != 1:
-        raise Unfit(f"of which type `{text}` is was not seen")
+    need(len(kinds) == 1, f"of which type `{text}` is was not seen")
     return kinds.pop()
 
 
@@ -244,20 +230,10 @@ def _preceded(parsed: rewriting.ParsedCell, module: cst.Module, lines: dict[str,
 
 @contextmanager
 def _guard(session: Session, dose: Dose) -> Iterator[None]:
-    """Have the weights kept before the patched cell casts them, so that a retry that fails can put them back.
-
-    A retry copies weights just in time for the first step of an optimizer. A cast changes them as a step does, and
-    nobody tells of it: so it is announced in the same way, by a step of an optimizer that does nothing.
-    """
+    """Have the weights kept before the patched cell casts them, so that a retry that fails can put them back."""
     from torch import nn, optim
 
     from oomdoctor.fixes._forward import is_dry_run
-
-    class Announcement(optim.Optimizer):
-        """An optimizer of which only the hooks before its step matter."""
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Do nothing."""
 
     original: Callable[..., nn.Module] = nn.Module._apply
     is_due = not is_dry_run()
@@ -266,7 +242,7 @@ def _guard(session: Session, dose: Dose) -> Iterator[None]:
         nonlocal is_due
         if is_due and (parameters := list(module.parameters())):
             is_due = False
-            Announcement(parameters, {}).step()
+            tell_watchers(optim.Optimizer(parameters, {}))
         return original(module, *args, **kwargs)
 
     nn.Module._apply = apply  # type: ignore[method-assign, assignment]

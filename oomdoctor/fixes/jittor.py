@@ -18,7 +18,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._construction_sites import changed
-from oomdoctor.fixes._preconditions import Unfit, check_training, need, proposing, refusing, sites_of
+from oomdoctor.fixes._preconditions import check_training
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.memory import JittorMemory
 from oomdoctor.model.sizes import MIB, format_size
@@ -68,8 +69,7 @@ def _memory(evidence: Evidence) -> JittorMemory:
 def _propose_sync(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     memory = _memory(evidence)
     sites_of(evidence, "jittor_sync", _NO_PLACE)
-    if not memory.operators:
-        raise Unfit("no operator of Jittor's graph was alive")
+    need(memory.operators, "no operator of Jittor's graph was alive")
     kept = memory.alive - memory.held
     basis = f"estimate: {kept} of {memory.alive} variables that are alive belong to graphs"
     yield Proposal(effect=Effect.EQUIVALENT, saves=memory.graph_bytes, basis=basis)
@@ -118,8 +118,7 @@ def _patch_top(line: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch
     """Put a line before all else of the failing cell but its imports."""
     name, imports = need(import_lines.library_name(cells, "jittor"))
     text = line.format(name)
-    if text in cells.failing.source:
-        raise Unfit(f"the failing cell says `{text}` already")
+    need(text not in cells.failing.source, f"the failing cell says `{text}` already")
     return changed(cells, cells.failing, {}, [*imports, text])
 
 

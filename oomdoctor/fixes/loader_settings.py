@@ -22,7 +22,8 @@ from typing import Final
 import libcst as cst
 
 from oomdoctor.fixes._batch_sizes import check_class, loader_calls
-from oomdoctor.fixes._preconditions import Unfit, check_host, need, proposing, refusing, root_of
+from oomdoctor.fixes._preconditions import check_host
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, root_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Unavailable
 from oomdoctor.model.code import LoaderFacts
 from oomdoctor.model.incident import Family
@@ -60,11 +61,9 @@ _NOT_LESS: Final = {
 def _fewer_workers(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     used = _in_use(incident, evidence)
     loaders = [loader for loader in used if not loader.iterable]
-    if not loaders:
-        raise Unfit(f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
+    need(loaders, f"what each worker of `{used[0].path}` reads of its data depends on how many there are")
     taken = {loader: _uss(evidence, loader, len(used) == 1) for loader in loaders}
-    if not any(map(sum, taken.values())):
-        raise Unfit("what the worker processes take could not be measured")
+    need(any(map(sum, taken.values())), "what the worker processes take could not be measured")
     for count in _halves(max(one.num_workers for one in loaders), least=0):
         fewer = [loader for loader in loaders if loader.num_workers > count]
         # Of what is there, the share of the workers that are told to go: one that was killed is not counted again.
@@ -89,14 +88,12 @@ def _why_others(loader: LoaderFacts, count: int) -> str | None:
 @proposing
 def _prefetch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     used = _in_use(incident, evidence)
-    ahead_of = {loader: loader.prefetch for loader in used if (loader.prefetch or 0) > 1}
-    if not ahead_of:
-        raise Unfit(f"the workers of `{used[0].path}` fetch no more than one batch ahead each")
+    ahead_of = {loader: loader.prefetch or 0 for loader in used if (loader.prefetch or 0) > 1}
+    need(ahead_of, f"the workers of `{used[0].path}` fetch no more than one batch ahead each")
     batch = max((census.bytes_of(Role.BATCH) for census in evidence.censuses), default=0)
-    if not batch:
-        raise Unfit("the census found no batch, so what those that wait take is not known")
-    for ahead in _halves(max(filter(None, ahead_of.values())), least=1):
-        fewer = {loader: now for loader, now in ahead_of.items() if now and now > ahead}
+    need(batch, "the census found no batch, so what those that wait take is not known")
+    for ahead in _halves(max(ahead_of.values()), least=1):
+        fewer = {loader: now for loader, now in ahead_of.items() if now > ahead}
         waiting = sum(loader.num_workers * (now - ahead) for loader, now in fewer.items())
         basis = f"analytic estimate: {waiting} batches fewer wait, of {format_size(batch)} each by the census"
         reasons = [_why_not_same(loader) for loader in fewer]
@@ -113,12 +110,10 @@ def _halves(most: int, least: int) -> Iterator[int]:
 def _pin_memory_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
     loaders = [loader for loader in evidence.code.loaders if loader.pin_memory]
-    if not loaders:
-        raise Unfit("no loader that the notebook has a name for pins its batches")
+    need(loaders, "no loader that the notebook has a name for pins its batches")
     pinned = sum(census.bytes_of(Role.PINNED_HOST) for census in evidence.censuses)
     asked = (incident.requested or 0) if incident.family is Family.PINNED else 0
-    if not pinned + asked:
-        raise Unfit("the census found no pinned memory, and no size is known of what was to be pinned")
+    need(pinned + asked, "the census found no pinned memory, and no size is known of what was to be pinned")
     found = [f"{format_size(pinned)} of pinned memory were found"] if pinned else []
     found += [f"{format_size(asked)} more were to be pinned"] if asked else []
     # What is pinned does not depend on who makes the samples, nor when: only workers that stay matter.
@@ -130,12 +125,10 @@ def _pin_memory_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal
 @proposing
 def _persistent_workers_off(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     used = _in_use(incident, evidence)
-    kept = [loader for loader in used if loader.persistent]
-    if not kept:
-        raise Unfit("no loader keeps its workers between epochs")
+    kept = need([loader for loader in used if loader.persistent], "no loader keeps its workers between epochs")
     taken = sorted(sum(_uss(evidence, loader, alone=False)) for loader in kept)
-    if not (idle := sum(taken[:-1])):
-        raise Unfit("the workers of one loader alone were found, and during its epoch they are there in any case")
+    idle = sum(taken[:-1])
+    need(idle, "the workers of one loader alone were found, and during its epoch they are there in any case")
     basis = (
         f"estimate: workers of {len(kept)} loaders were measured to take {format_size(sum(taken))}, "
         "of which one loader's remain"
@@ -171,8 +164,7 @@ def _in_use(incident: Incident, evidence: Evidence) -> tuple[LoaderFacts, ...]:
     """Return the loaders with workers that the failing cell goes through, or whose workers are there."""
     check_host(incident)
     known = [loader for loader in evidence.code.loaders if loader.num_workers]
-    if not known:
-        raise Unfit("no loader that the notebook has a name for has worker processes")
+    need(known, "no loader that the notebook has a name for has worker processes")
     loops = [(root_of(loop.loader), loop) for loop in evidence.code.loops if loop.in_failing_run]
     iterated = {root_of(dict(loop.stands_for).get(name, name)) for name, loop in loops}
     roots = {root_of(name) for name, _ in _workers(evidence) if name} or iterated
@@ -199,11 +191,8 @@ def _why_not_same(loader: LoaderFacts, *, moves_samples: bool = False, moves_ord
     """Return why the batches may differ, None where it is certain that they do not.
 
     Batch ``i`` comes from worker ``i % num_workers``, in order, and each worker has random numbers of its own, seeded
-    from one number that the loader draws when it is iterated over, whatever its settings. So the batches are the same
-    where samples do not depend on their worker, and the order is where its sampler draws all at once. Workers that stay
-    between epochs are the exception: made anew, they cost one draw more, and they have forgotten what they knew.
-
-    Source: torch/utils/data/dataloader.py, ``_BaseDataLoaderIter.__init__`` and ``_reset``, ``_try_put_index``.
+    from one number that the loader draws when it is iterated over. Workers that stay between epochs are the exception:
+    made anew, they cost one draw more. Source: torch/utils/data/dataloader.py, ``_BaseDataLoaderIter``.
 
     Args:
         moves_samples: samples are made by other workers than before.
@@ -220,36 +209,30 @@ def _why_not_same(loader: LoaderFacts, *, moves_samples: bool = False, moves_ord
     return None
 
 
-def _value(keyword: str, dose: Dose) -> int | bool:
-    return dose.number(keyword) if keyword in dict(dose.values) else False
-
-
 def _now(keyword: str, loader: LoaderFacts) -> int:
-    others = {"prefetch_factor": loader.prefetch or 0, "persistent_workers": loader.persistent}
-    return others[keyword] if keyword in others else int(getattr(loader, keyword))
+    names = {"prefetch_factor": "prefetch", "persistent_workers": "persistent"}
+    return int(getattr(loader, names.get(keyword, keyword)) or 0)
 
 
 @refusing
 def _patch(keyword: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     """Return the cells with the dose's value of a setting for each of its loaders."""
-    value, names = _value(keyword, dose), str(dose["loaders"]).split(", ")
+    value = dose.number(keyword) if keyword in dict(dose.values) else False
+    names = str(dose["loaders"]).split(", ")
     loaders = [one for one in evidence.code.loaders if one.path in names and _now(keyword, one) > value]
-    if not loaders:
-        raise Unfit(_NOT_LESS[keyword].format(value))
+    need(loaders, _NOT_LESS[keyword].format(value))
     without_workers = keyword == "num_workers" and not value
-    settings = {keyword: repr(value)} | (dict.fromkeys(_NEEDS_WORKERS) if without_workers else {})
-    held: dict[str, object] = {keyword: value}
-    if without_workers:
-        held |= {_HELD.get(name, name): least for name, least in _NEEDS_WORKERS.items()}
+    needing = _NEEDS_WORKERS if without_workers else {}
+    settings = {keyword: repr(value)} | dict.fromkeys(needing)
+    held: dict[str, object] = {keyword: value} | {_HELD.get(name, name): least for name, least in needing.items()}
     book = Book.read(cells)
     end = Place(page=book.failing)
     check_class(book)
     wanted: list[tuple[Page, ast.expr, rewriting.New]] = []
     live: dict[int, list[str]] = {}
     for loader in loaders:
-        made = loader_calls(book, loader.path, end)
-        if not made:
-            raise Unfit(f"no call of DataLoader was found in the cells that makes `{loader.path}`")
+        why = f"no call of DataLoader was found in the cells that makes `{loader.path}`"
+        made = need(loader_calls(book, loader.path, end), why)
         for call, place in made:
             if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
                 where = f"line {call.lineno} of {place.page.cell}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -22,23 +23,11 @@ from oomdoctor.fixes import _construction_sites, _trainers
 from oomdoctor.fixes._micro_plan import Split, plan
 from oomdoctor.fixes._micro_values import LossForm, called, loss_made_by
 from oomdoctor.fixes._micro_writer import Writer, block_at
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check,
-    check_short,
-    check_training,
-    fitting,
-    in_parts_of,
-    model_facts,
-    need,
-    proposing,
-    refusing,
-    why_no_parts,
-)
+from oomdoctor.fixes._preconditions import check_short, check_training, model_facts, passing, why_no_parts
+from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, check, fitting, in_parts_of, need, proposing, refusing
 from oomdoctor.fixes.ddp_memory import DDP
 from oomdoctor.model import Cell, Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.code import CodeFacts, TrainingLoop
-from oomdoctor.model.memory import Role
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import definitions, import_lines, rewriting
 from oomdoctor.program.dataflow import bound, reads
@@ -51,8 +40,6 @@ from oomdoctor.program.training_loops import batch_of, called_like_a_model, is_g
 
 TOLERANCE: Final = 1e-5
 """Relative difference of losses and gradients in float32: sums over the batch are taken in another order."""
-
-_PARTS: Final = (2, 4, 8, 16, 32)
 
 _HELPERS: Final = {"batch_parts": "parts_of", "join_parts": "joined_parts"}
 
@@ -73,9 +60,6 @@ _OF_DDP: Final = ("._has_rebuilt_buckets",)
 
 _FEW: Final = 3
 """Tensors that are cut by ``chunk``, more of which would not fit on a line."""
-
-_OVERHEAD: Final = 0.02
-"""Time lost per part to launching the same kernels again, as a share of a step. A round figure, not measured."""
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
@@ -100,8 +84,7 @@ def _taken_apart(cells: Cells) -> Cells:
     for scope, node in _steps(definitions.read(cells)):
         lines = texts.setdefault(scope.cell, cells.get(scope.cell).source.split("\n"))
         text, indent = ast.unparse(node), " " * node.col_offset
-        if lines[node.lineno - 1].strip() != text:
-            raise Unfit(f"line {node.lineno} has more than `{text}`")
+        need(lines[node.lineno - 1].strip() == text, f"line {node.lineno} has more than `{text}`")
         step = text[: text.index(".step(")] + ".step()"
         lines[node.lineno - 1] = f"{indent}{text.replace('.step(', '.backward(', 1)}\n{indent}{step}"
     return cells.changed({number: "\n".join(lines) for number, lines in texts.items()})
@@ -119,11 +102,10 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     for loop in loops:
         check(why_no_parts(code, loop))
     check_short(incident, evidence)
-    activations = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    splittable = activations + (incident.requested or 0) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
+    splittable = passing(incident, evidence) + (evidence.jittor.graph_bytes if evidence.jittor else 0)
     need(splittable, "no activations were found that splitting the batch could save")
-    counts = fitting(_PARTS, evidence)
-    yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=_OVERHEAD)
+    counts = fitting(PARTS, evidence)
+    yield from in_parts_of(counts, "parts", splittable, "activations, batch and request", each=OVERHEAD)
 
 
 def _draws(code: CodeFacts, loop: TrainingLoop) -> bool:
@@ -164,11 +146,8 @@ def _cell(cells: Cells, cell: Cell, code: CodeFacts, found: Sequence[Region], do
     for several in blocks.values():
         each = ((one, _writer(cells, parsed, several[at:], code, dose, names, used)) for at, one in enumerate(several))
         changes[block_at(parsed, several[0])] = partial(_rewritten, list(each))
-    module = import_lines.insert_at_top(
-        parsed,
-        rewriting.exchange(parsed.module, changes),
-        [import_lines.source_of("oomdoctor", name, names[name]) for name in used],
-    )
+    imports = [import_lines.source_of("oomdoctor", name, names[name]) for name in used]
+    module = import_lines.insert_at_top(parsed, rewriting.exchange(parsed.module, changes), imports)
     return rewriting.edit(cells, cell, parsed, module)
 
 
@@ -192,13 +171,11 @@ def _writer(
     check(why_no_parts(code, facts))
     known = known_names(book, program, code, region, dose.number("dim") if "dim" in given else None)
     step = plan(region, known, str(given.get("weigh", "")), late=bool(given.get("late")), following=found[1:])
-    cuts = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
+    is_more = step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain
     ddp = _replica(cells, region, [text for text, kind in known.models.items() if kind == DDP])
-    cuts = cuts or bool(given.get("draws") or ddp) or _draws(code, facts)
-    ending = ""
+    cuts, ending = is_more or bool(given.get("draws") or ddp) or _draws(code, facts), ""
     if import_lines.framework_of(cells) == "jittor":
-        if step.kind != "tensors" or len(step.names) > _FEW or not step.is_plain:
-            raise Unfit("the batch is more than a few variables of Jittor's")
+        need(not is_more, "the batch is more than a few variables of Jittor's")
         cuts, ending = False, f"{need(import_lines.library_name(cells, 'jittor'))[0]}.sync_all()"
     joins = bool(step.carried or (step.dim and step.gathered))
     used |= dict.fromkeys([*["batch_parts"] * cuts, *["join_parts"] * joins])
@@ -236,29 +213,14 @@ def facts_of(program: Program, code: CodeFacts, region: Region) -> TrainingLoop:
     for loop in code.loops:
         if loop.cell == scope.cell and loop.line <= line <= (loop.end_line or loop.line):
             return loop
-    return TrainingLoop(
-        cell=scope.cell,
-        line=line,
-        function=scope.tail or None,
-        in_failing_run=True,
-        loader="",
-        batch=(),
-        models=(),
-        optimizers=(),
-        loss=None,
-        loss_call=None,
-        order=(),
-        stands_for=tuple(program.given(scope).items()),
-    )
+    given = tuple(program.given(scope).items())
+    return TrainingLoop(cell=scope.cell, line=line, function=scope.tail or None, in_failing_run=True, stands_for=given)
 
 
 def known_names(book: Book, program: Program, code: CodeFacts, region: Region, dim: int | None = None) -> Split:
-    """Collect what is known of the names in a region.
+    """Collect what is known of the names in a region; ``dim`` is None where the dimension of the batch is guessed.
 
     A name that the region's function binds itself hides the object that the namespace has under it.
-
-    Args:
-        dim: the dimension of the batch, None where it is to be guessed.
     """
     facts = facts_of(program, code, region)
     trees = [page.tree for page in book.pages]
@@ -269,10 +231,9 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     texts = _called(region)
     known = {text: model_facts(code, facts, text) for text in (*facts.models, *texts) if text not in local}
     models = {text: known.get(text) for text in (*facts.models, *texts) if text in facts.models or known.get(text)}
-    losses_known = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}
-    attributes = {name: form for one in trees for name, form in _constructed(one).items() if "." in name}
-    constructed = _constructed(scope)
-    losses = {**attributes, **(losses_known | constructed if function else constructed | losses_known)}
+    losses = {name: form for one in trees for name, form in _constructed(one).items() if "." in name}
+    there = {name: form for name, form in _of_namespace(code, facts).items() if name not in local}
+    losses |= there | _constructed(scope) if function else _constructed(scope) | there
     functions = {n.name: n for one in trees for n in one.body if isinstance(n, ast.FunctionDef) and n.name not in local}
     owned = {f"self.{one.tail}": one.function for one in program.scopes if one.owner}
     bodies = {one.name: one.function for one in program.scopes}
@@ -280,17 +241,14 @@ def known_names(book: Book, program: Program, code: CodeFacts, region: Region, d
     methods = {text: node for text, node in owned.items() if isinstance(node, ast.FunctionDef)}
     named = {text: facts.type_name if facts else "" for text, facts in models.items() if text not in losses}
 
-    def is_model(text: str) -> bool:
-        return text in named or (text not in losses and text not in functions and called_like_a_model(text))
-
     def makes_graph(node: ast.AST, depth: int = 2) -> bool:
         roots = {text.partition(".")[0] for text in named if not text.startswith("self.")} - {"self"}
         if roots & reads(node) and not roots & bound(node):
             return True
         for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
             text = called(call.func)
-            given = (text, text.rpartition(".")[0], *map(called, call.args))
-            if any(map(is_model, filter(None, given))):
+            given = {text, text.rpartition(".")[0], *map(called, call.args)} - {""}
+            if given & named.keys() or any(map(called_like_a_model, given - losses.keys() - functions.keys())):
                 return True
             own = program.function(text.rpartition(".")[2]) if text and program.is_own(text) else None
             if depth and own is not None and any(makes_graph(one, depth - 1) for one in own.body):
@@ -322,34 +280,22 @@ def _named_otherwise(book: Book, code: CodeFacts, program: Program, region: Regi
     if not region.function:
         yield from (model.path for model in code.models)
         yield from (path for path, _ in code.optimizers)
-    yield from _constants(book, program, region)
-
-
-def _constants(book: Book, program: Program, region: Region) -> Iterator[str]:
-    """Yield the names that stand for a number or a text in all that the program shows."""
     given = program.given(region.scope)
     place = book.place(book.page(region.scope.cell), region.block[region.start])
     for name in {one for unit in region.body for one in reads(unit)} - {n for u in region.body for n in bound_by(u)}:
-        try:
-            node = ast.parse(given.get(name, name), mode="eval").body
-        except SyntaxError:
-            continue
-        values: list[ast.expr] = [node] if isinstance(node, ast.Constant) else []
-        if isinstance(node, ast.Name):
-            values = [value for value, _ in book.values(node.id, place)]
+        text = given.get(name, name)
+        values = [value for value, _ in book.values(text, place)] if text.isidentifier() else []
+        with suppress(SyntaxError):
+            values = values or [ast.parse(text, mode="eval").body]
         if values and all(isinstance(value, ast.Constant) for value in values):
             yield name
 
 
 def _of_namespace(code: CodeFacts, loop: TrainingLoop) -> dict[str, LossForm]:
-    known = {
-        facts.path: LossForm(
-            name=facts.type_name,
-            reduction=facts.reduction or "",
-            ignored=None if facts.ignore_index is None else str(facts.ignore_index),
-        )
-        for facts in code.losses
-    }
+    known = {}
+    for one in code.losses:
+        ignored = None if one.ignore_index is None else str(one.ignore_index)
+        known[one.path] = LossForm(name=one.type_name, reduction=one.reduction or "", ignored=ignored)
     return known | {name: known[path] for name, path in loop.stands_for if path in known}
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from oomdoctor.fixes import _trainers
-from oomdoctor.fixes._preconditions import Unfit, hangs_on, proposing, refusing
+from oomdoctor.fixes._preconditions import hangs_on
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing, sites_of
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Site
 from oomdoctor.model.sizes import format_size
 from oomdoctor.objects.known import Objects
@@ -35,10 +36,7 @@ _OTHERWISE: Final = torch_functions.DRAWS | (torch_functions.INDEXED - {"max", "
 
 
 def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
-    """Find what collects outputs of a model on the device, then what has to be moved along.
-
-    The kind says that they can be moved, or why they cannot.
-    """
+    """Find what collects outputs on the device, and what has to be moved along; the kind says why it cannot be."""
     found = gathers_predictions(program, objects.kinds)
     if found is None:
         return ()
@@ -59,11 +57,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
 
 
 class _Uses:
-    """What the cells make of collections of one scope.
-
-    Attributes:
-        moved: the names of the collections that have to be moved together.
-    """
+    """What the cells make of collections of one scope; those in ``moved`` have to be moved together."""
 
     def __init__(self, program: Program, models: ModelCalls, scope: Scope) -> None:
         self._program, self._models, self._scope = program, models, scope
@@ -121,23 +115,17 @@ class _Uses:
         if isinstance(node, ast.Call) and self._models.path(scope, node) is not None:
             raise Unfit(f"{text} takes what was collected back to a model on the device")
         beside = {name for part in parts if part not in moved for name in names_in(part)} - {"torch", *self.moved}
-        for name in sorted(one for one in beside if not self._is_number(scope, one)):
-            other = self._container(scope, name)
+        for name in sorted(beside):
+            values = [value for to, value in _assigned(scope) if to == name]
+            if values and all(isinstance(value, ast.Constant) for value in values):
+                continue
+            joins = (one for one in values if isinstance(one, ast.Call) and one.args)
+            joined = (one.args[0] for one in joins if torch_functions.last_name(one) in torch_functions.JOINS)
+            other = next(map(root_of, joined), name)
             if scope is not self._scope or not self.fills(other):
                 raise Unfit(f"{text} combines what was collected with `{name}`, which stays on the device")
             if other not in self.moved:
                 self.follow(other)
-
-    def _is_number(self, scope: Scope, name: str) -> bool:
-        values = [value for to, value in _assigned(scope) if to == name]
-        return bool(values) and all(isinstance(value, ast.Constant) for value in values)
-
-    def _container(self, scope: Scope, name: str) -> str:
-        """Return the collection that ``name`` is joined from, else ``name``."""
-        joins = (value for to, value in _assigned(scope) if to == name and isinstance(value, ast.Call) and value.args)
-        return next(
-            (root_of(one.args[0]) for one in joins if torch_functions.last_name(one) in torch_functions.JOINS), name
-        )
 
     def _is_written(self, fill: ast.stmt) -> bool:
         """Whether a name that ``fill`` puts into a collection is written to in place anywhere in the scope."""
@@ -214,11 +202,9 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
         raise Unfit(f"the tensors of `{first.names[0]}` are in host memory already")
     found = _gathers(evidence)
     (name,) = found[0].names
-    held = sum(
-        one.bytes for one in evidence.census.holdings if hangs_on(one, name) and not one.path.endswith("→ graph")
-    )
-    if not held:
-        raise Unfit(f"the census found nothing on {device.name} that `{name}` holds")
+    holdings = (one for one in evidence.census.holdings if not one.path.endswith("→ graph"))
+    held = sum(one.bytes for one in holdings if hangs_on(one, name))
+    need(held, f"the census found nothing on {device.name} that `{name}` holds")
     yield Proposal(
         effect=Effect.EQUIVALENT,
         saves=held,
@@ -228,9 +214,9 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
 
 
 def _gathers(evidence: Evidence) -> tuple[Site, ...]:
-    found = evidence.code.sites.get("offload_predictions", ())
-    if not found or found[0].kind != _FOLLOWED:
-        raise Unfit(found[0].kind if found else _NOTHING)
+    found = sites_of(evidence, "offload_predictions", _NOTHING)
+    if found[0].kind != _FOLLOWED:
+        raise Unfit(found[0].kind)
     return found
 
 

@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
 import libcst as cst
 
 from oomdoctor.fixes import _construction_sites, _trainers
-from oomdoctor.fixes._preconditions import Unfit, in_the_step, kind_of_device, proposing, refusing
+from oomdoctor.fixes._preconditions import in_the_step, kind_of_device
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import OptimizerFacts
 from oomdoctor.model.sizes import format_size
@@ -56,35 +58,26 @@ _LOADED: Final = re.compile(r"([\w.]*(?:optim|opt\b)\w*)\.load_state_dict\(", re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """What is called in the place of Adam.
-
-    Attributes:
-        name: the source text to call; ``{}`` stands for the class that it replaces.
-        keeps: the arguments that are passed on.
-        momentum: what is given for it, as source text.
-        home: the module that the cell has to import it from.
-    """
+    """What is called in the place of Adam, whose class is ``{}`` in ``name``; it ``keeps`` some of its arguments."""
 
     name: str
-    keeps: frozenset[str]
+    keeps: tuple[str, ...] = ("weight_decay", "foreach")
     momentum: str = ""
     home: str = ""
 
 
 _LIGHTER: Final = {
-    "SGD": _Maker(name="torch.optim.SGD", keeps=frozenset({"weight_decay", "foreach"}), momentum="0.9"),
-    "Adafactor": _Maker(name="torch.optim.Adafactor", keeps=frozenset({"weight_decay", "foreach"})),
+    "SGD": _Maker(name="torch.optim.SGD", momentum="0.9"),
+    "Adafactor": _Maker(name="torch.optim.Adafactor"),
 }
 
 
 @proposing
 def _propose_8bit(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     parameters = sum(one.parameter_bytes for one in _adams(evidence))
-    if kind_of_device(evidence) != "cuda":
-        raise Unfit("optimizers with a state of 8 bits are made for CUDA devices")
-    library = next((name for name in _LIBRARIES if _has_optimizers(name)), None)
-    if library is None:
-        raise Unfit("neither torchao nor bitsandbytes is installed, which have optimizers with a state of 8 bits")
+    need(kind_of_device(evidence) == "cuda", "optimizers with a state of 8 bits are made for CUDA devices")
+    why = "neither torchao nor bitsandbytes is installed, which have optimizers with a state of 8 bits"
+    library = need(next(filter(_has_optimizers, _LIBRARIES), None), why)
     yield Proposal(
         dose=Dose.of(library=library),
         effect=Effect.CHANGES_RESULT,
@@ -130,17 +123,14 @@ def _adams(evidence: Evidence) -> tuple[OptimizerFacts, ...]:
     paths = {dict(loop.stands_for).get(text, text) for loop in loops for text in loop.optimizers}
     through = _trainers.adams(evidence)
     if through is None:
-        if not paths:
-            raise Unfit("no training loop that steps an optimizer was found in what the failing cell runs")
+        need(paths, "no training loop that steps an optimizer was found in what the failing cell runs")
+        made = ", ".join(f"`{path}`" for path in sorted(paths))
         known = [one for one in evidence.code.steppers if one.path in paths]
-        if not known:
-            made = ", ".join(f"`{path}`" for path in sorted(paths))
-            raise Unfit(f"{made} is not among the notebook's objects, so what its state takes is not known")
+        need(known, f"{made} is not among the notebook's objects, so what its state takes is not known")
         through = tuple(one for one in known if one.type_name in _TYPES and one.home.startswith("torch.optim"))
-    if not through:
-        raise Unfit("the loop steps no Adam or AdamW of the notebook's, whose state could be smaller")
-    if not sum(one.parameter_bytes for one in through):
-        raise Unfit("the optimizer has no parameters that it would keep a state for")
+    need(through, "the loop steps no Adam or AdamW of the notebook's, whose state could be smaller")
+    size = sum(one.parameter_bytes for one in through)
+    need(size, "the optimizer has no parameters that it would keep a state for")
     return through
 
 
@@ -154,10 +144,8 @@ def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
     if fix == "lighter_optimizer":
         maker = _LIGHTER[str(dose["optimizer"])]
     else:
-        keeps = frozenset({"betas", "eps", "weight_decay"})
-        maker = _Maker(name="{}8bit", keeps=keeps, home=f"{dose['library']}.optim")
-    if not knows_torch(cells):
-        raise Unfit("the cells do not import `torch` by its name")
+        maker = _Maker(name="{}8bit", keeps=("betas", "eps", "weight_decay"), home=f"{dose['library']}.optim")
+    need(knows_torch(cells), "the cells do not import `torch` by its name")
     made = [_construction_sites.made(cells, facts) for facts in _adams(evidence)]
     for cell in cells.history:
         if (loaded := _LOADED.search(cell.source)) is not None:
@@ -174,11 +162,7 @@ def _patch(fix: str, cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Re
 
 
 def _given(call: cst.Call) -> set[str]:
-    """Return the names that stand for parameters or groups of them, not those that something is looked up in.
-
-    An optimizer writes its settings into the groups that it is given, and a generator of parameters ends with it.
-    Source: ``torch.optim.Optimizer.add_param_group``.
-    """
+    """Return the names that stand for parameters or groups of them, into which an optimizer writes its settings."""
     given = [arg.value for arg in call.args if arg.keyword is None or arg.keyword.value == "params"][:1]
     nodes = [node for one in given for node in ast.walk(ast.parse(text_of(one), mode="eval"))]
     roots = [node.value for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
@@ -190,15 +174,13 @@ def _call(call: cst.Call, maker: _Maker) -> cst.Call:
     text = text_of(call)
     if any(arg.star for arg in call.args):
         raise Unfit(f"`{text}` unpacks its arguments, of which another optimizer may not know some")
-    if sum(arg.keyword is None for arg in call.args) > 2:
-        raise Unfit(f"`{text}` gives its settings by position")
-    if _OF_ADAM.search(text):
-        raise Unfit(f"`{text}` has settings of Adam in its groups of parameters")
+    need(sum(arg.keyword is None for arg in call.args) <= 2, f"`{text}` gives its settings by position")
+    need(not _OF_ADAM.search(text), f"`{text}` has settings of Adam in its groups of parameters")
     if (other := _ALGORITHMS.search(text)) is not None:
         raise Unfit(f"`{text}` asks for `{other[1]}`, which is another algorithm")
     func = call.func
     for name in [arg.keyword.value for arg in call.args if arg.keyword is not None]:
-        call = call if name in maker.keeps | {"params", "lr"} else arguments.without_keyword(call, name)
+        call = call if name in {*maker.keeps, "params", "lr"} else arguments.without_keyword(call, name)
     call = arguments.with_keyword(call, "momentum", maker.momentum) if maker.momentum else call
     name = maker.name.format(_construction_sites.last_name(func))
     home, _, last = name.rpartition(".")
@@ -216,41 +198,28 @@ _LAUNCHES: Final = 1.05
 @proposing
 def _propose_one_by_one(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     listed = _listed(evidence)
-    if not listed:
-        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
-    if not in_the_step(incident):
-        raise Unfit("the memory did not run out in an optimizer's step, where the lists are made")
-    # Optimizers step one after the other.
-    most = max(listed, key=_spared)
-    if _spared(most) <= 0:
-        raise Unfit("most of what the optimizer steps is one or two parameters: a list is hardly larger")
+    need(in_the_step(incident), "the memory did not run out in an optimizer's step, where the lists are made")
+    # A list of one intermediate result less the root and the quotient that a single parameter needs. Source:
+    # ``torch.optim.adam``. Optimizers step one after the other.
+    spared, most = max(((one.parameter_bytes - 2 * one.largest_bytes, one) for one in listed), key=itemgetter(0))
+    need(max(spared, 0), "most of what the optimizer steps is one or two parameters: a list is hardly larger")
     yield Proposal(
         effect=Effect.EQUIVALENT,
-        saves=_spared(most),
+        saves=spared,
         slowdown=_LAUNCHES,
         basis=f"estimate: an intermediate result of the {format_size(most.parameter_bytes)} of parameters of "
         f"`{most.path}`, less two of the largest",
     )
 
 
-def _spared(optimizer: OptimizerFacts) -> int:
-    """Return what a list of one intermediate result takes beyond the two that a single parameter needs.
-
-    Source: ``torch.optim.adam``: ``_multi_tensor_adam`` makes one list of square roots, ``_single_tensor_adam`` a root
-    and a quotient of it.
-    """
-    return optimizer.parameter_bytes - 2 * optimizer.largest_bytes
-
-
 def _listed(evidence: Evidence) -> list[OptimizerFacts]:
-    return [one for one in evidence.code.steppers if one.foreach]
+    found = [one for one in evidence.code.steppers if one.foreach]
+    return need(found, "no optimizer was found whose step goes through lists of all parameters at once")
 
 
 @refusing
 def _patch_one_by_one(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     found = {_construction_sites.made(cells, facts): facts for facts in _listed(evidence)}
-    if not found:
-        raise Unfit("no optimizer was found whose step goes through lists of all parameters at once")
     told = {one: _construction_sites.with_keyword(one.node, "foreach", "False") for one in found}
     # A comprehension leaves no name behind.
     lines = "{0}.defaults.update(foreach=False)", "[group.update(foreach=False) for group in {0}.param_groups]"

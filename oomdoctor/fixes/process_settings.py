@@ -29,7 +29,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
@@ -38,7 +38,8 @@ import libcst as cst
 
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.fixes._construction_sites import changed, placed
-from oomdoctor.fixes._preconditions import Unfit, check_host, found_or_asked, need, proposing, refusing
+from oomdoctor.fixes._preconditions import check_host, found_or_asked
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Edit, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session
 from oomdoctor.model.memory import DeviceMemory
 from oomdoctor.model.session import Simulated
@@ -68,17 +69,14 @@ _NEAR: Final = 0.8
 
 _TOLD: Final = re.compile(r"too many open files|received \d+ items of ancdata|set_sharing_strategy", re.IGNORECASE)
 """Source: torch/utils/data/dataloader.py; multiprocessing/reduction.py."""
-
 _CHOOSES: Final = re.compile(r"\bset_sharing_strategy\s*\(")
 
 
 @proposing
 def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     device = evidence.device
-    if device.name.partition(":")[0] != "cuda":
-        raise Unfit(f"{device.name} has no CUDA allocator whose segments could expand")
-    if not sys.platform.startswith("linux"):
-        raise Unfit("expandable segments exist on Linux alone")
+    need(device.name.partition(":")[0] == "cuda", f"{device.name} has no CUDA allocator whose segments could expand")
+    need(sys.platform.startswith("linux"), "expandable segments exist on Linux alone")
     if evidence.code.cuda_graphs is not None:
         raise Unfit("CUDA graphs keep pools of their own, which expandable segments do not serve")
     saves, basis = _fragments(incident, device)
@@ -96,10 +94,10 @@ def _propose_expandable(incident: Incident, evidence: Evidence) -> Iterator[Prop
 
 def _fragments(incident: Incident, device: DeviceMemory) -> tuple[int, str]:
     """Return the unused bytes that would have served the request, had they been in one piece, and how that is known."""
-    split, requested = device.inactive_split, incident.requested
+    split, requested = device.inactive_split, incident.requested or 0
     if isinstance(split, Unavailable):
         return 0, f"whether the pool is fragmented is not known: {split.reason}"
-    if requested is None or requested <= _SMALL or split < requested:
+    if requested <= _SMALL or split < requested:
         return 0, "the pool is not fragmented: its free pieces together would not have served the request"
     if not isinstance(device.largest_free_block, Unavailable) and device.largest_free_block >= requested:
         return 0, "the pool is not fragmented: one of its free blocks would have served the request"
@@ -108,11 +106,10 @@ def _fragments(incident: Incident, device: DeviceMemory) -> tuple[int, str]:
 
 def _variable() -> str:
     """Return the environment variable that the allocator of the installed torch reads."""
-    try:
-        numbers = re.findall(r"\d+", version("torch"))[:2]
-    except PackageNotFoundError:
-        return _VARIABLES[0]
-    return _VARIABLES[2] if tuple(map(int, numbers)) >= _HONOURED else _VARIABLES[0]
+    with suppress(PackageNotFoundError):
+        if tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) >= _HONOURED:
+            return _VARIABLES[2]
+    return _VARIABLES[0]
 
 
 def _setter() -> Callable[[str], Any] | None:
@@ -141,11 +138,7 @@ def _with_option(settings: str, value: str) -> str:
 
 @contextmanager
 def _apply_expandable(session: Session, dose: Dose) -> Iterator[None]:
-    """Have segments expand from here on; the settings that were in force are put back on exit.
-
-    Raises:
-        OomDoctorError: torch cannot do that at run time, or does it already.
-    """
+    """Have segments expand from here on; the settings that were in force are put back on exit."""
     if isinstance(session.accelerator, Simulated):
         with session.accelerator.allocating(expandable_segments=True):
             yield
@@ -173,12 +166,12 @@ def _set(setter: Callable[[str], Any], settings: str) -> None:
 
 @refusing
 def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
-    if any(_SETS.search(cell.source) for cell in cells.history):
-        raise Unfit("a cell makes settings of the allocator already")
+    need(not any(_SETS.search(cell.source) for cell in cells.history), "a cell makes settings of the allocator already")
     history = cells.beside(cells.failing).history
     first = next((cell for cell in history if _imports(cell.source)), None)
     first = need(first, "no cell imports what may bring torch: it has to be set before that")
-    if any(_binds_os(cell.source) for cell in history):
+    nodes = (node for cell in history if (tree := tree_of(cell.source)) is not None for node in ast.walk(tree))
+    if any(isinstance(one, ast.Name) and one.id == "os" and not isinstance(one.ctx, ast.Load) for one in nodes):
         raise Unfit("`os` stands for something else than the module in one of the cells")
     cell = [one for one in cells.history if one.source == first.source][-1]
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
@@ -198,12 +191,6 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     return Patch(edits=(Edit(cell=cell.number, before=cell.source, after=after, replay=replay),))
 
 
-def _binds_os(source: str) -> bool:
-    """Return whether a cell binds the name other than by an import, or deletes it."""
-    names = (node for node in ast.walk(tree_of(source) or ast.Module([], [])) if isinstance(node, ast.Name))
-    return any(node.id == "os" and not isinstance(node.ctx, ast.Load) for node in names)
-
-
 def _imports(source: str) -> bool:
     return any(home.partition(".")[0] not in sys.stdlib_module_names for _, home in imports_in(source))
 
@@ -211,9 +198,7 @@ def _imports(source: str) -> bool:
 @proposing
 def _propose_by_name(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     check_host(incident)
-    if evidence.code.sharing_strategy is None:
-        raise Unfit("no tensors are handed between processes here")
-    if evidence.code.sharing_strategy == _BY_NAME:
+    if need(evidence.code.sharing_strategy, "no tensors are handed between processes here") == _BY_NAME:
         raise Unfit("tensors are handed between processes by file name already")
     why = "descriptors did not run out, and what is short in /dev/shm is so with either sharing strategy"
     basis = need(_basis(incident, evidence), why)
@@ -239,8 +224,7 @@ def _basis(incident: Incident, evidence: Evidence) -> str | None:
 @refusing
 def _patch_by_name(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     for cell in cells.history:
-        if _CHOOSES.search(cell.source):
-            raise Unfit(f"{cell} sets the sharing strategy itself")
+        need(not _CHOOSES.search(cell.source), f"{cell} sets the sharing strategy itself")
     lines = [] if import_lines.knows_torch(cells) else ["import torch"]
     return changed(cells, cells.failing, {}, [*lines, f'torch.multiprocessing.set_sharing_strategy("{_BY_NAME}")'])
 
@@ -293,8 +277,7 @@ def _propose_switches(
             basis=f"a guess: {len(on)} of {len(on) + 1} parts of what was found and asked for",
             caveat=caveat,
         )
-    if not on:
-        raise Unfit("the failing cell calls no pipeline that has switches to save memory")
+    need(on, "the failing cell calls no pipeline that has switches to save memory")
 
 
 @refusing
@@ -304,8 +287,7 @@ def _patch_switches(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Ref
     for call in str(dose["switches"]).split(", "):
         owners = [_Owner(one.names[0]) for one in sites if one.names[1] == call]
         owner = need(owners, f"`{call}` is no switch of what the failing cell calls")[0]
-        if any(f"{call}(" in cell.source for cell in cells.history):
-            raise Unfit(f"`{call}` is called already")
+        need(not any(f"{call}(" in cell.source for cell in cells.history), f"`{call}` is called already")
         lines[owner] = lines.get(owner, "") + f"{call}()\n"
     return placed(cells, lines.items(), ())
 

@@ -26,7 +26,9 @@ from typing import Any, Final
 import libcst as cst
 
 from oomdoctor.fixes._attention_source import fused, operation
-from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, Unfit, check_short, need, proposing, refusing
+from oomdoctor.fixes._construction_sites import changed
+from oomdoctor.fixes._preconditions import HELD, NUMBER_BYTES, check_short
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role, Session, Site
 from oomdoctor.model.memory import Holding
 from oomdoctor.model.sizes import format_size
@@ -36,7 +38,6 @@ from oomdoctor.program import rewriting
 from oomdoctor.program.dataflow import Flow
 from oomdoctor.program.definitions import Program, Scope, site
 from oomdoctor.program.dependencies import ground
-from oomdoctor.program.import_lines import insert_at_top
 from oomdoctor.program.names import FirstUse, call_name, first_uses, own_nodes
 from oomdoctor.program.rewriting import within
 
@@ -68,8 +69,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     code = evidence.code
     first = need(code.first("sdpa_attention"), _NO_PLACE)
     drops = next((site.text for site in code.sites["sdpa_attention"] if site.kind == DROPS), None)
-    if code.compiles is not None:
-        raise Unfit("torch.compile has compiled the attention, or fuses it itself")
+    need(code.compiles is None, "torch.compile has compiled the attention, or fuses it itself")
     if any(one.kind == "create_graph" for one in code.sites.get("drop_retain_graph", ())):
         raise Unfit("a gradient is taken of gradients, which fused kernels do not give")
     if evidence.device.tensor_device == "cpu" and drops is not None:
@@ -79,8 +79,7 @@ def propose(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     samples = {one.shape[0] for one in held if one.role is Role.BATCH and one.shape}
     size = sum(_square_bytes(one, samples) for one in held)
     asked = (incident.requested or 0) if _asked_there(incident, first) else 0
-    if not size and not asked:
-        raise Unfit("no scores of attention over batch, heads and two lengths were found")
+    need(size + asked, "no scores of attention over batch, heads and two lengths were found")
     layers = (child_path(model.path, name) for model in code.models if model.training for name in model.dropout)
     dropout = drops or next(layers, None)
     yield Proposal(
@@ -118,20 +117,15 @@ def patch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     cell = need(next((one for one in cells.history if one.number == found.cell), None), f"{found.where} is not there")
     if found.kind != ASKED:
         return rewriting.join(cells, [fused(cells, cell, found.line)])
-    failing = need(rewriting.read(cells.failing.source))
     if cell.number == cells.failing.number:
-        statement = need(rewriting.statement_at(failing, found.line), _NO_PLACE)
-        texts = (one for one in within(statement, cst.SimpleString) if one.evaluated_value == "eager")
-        eager = need(next(texts, None), _NO_PLACE)
-        new = eager.with_changes(value=eager.value.replace("eager", "sdpa"))
-        module = rewriting.replace(failing.module, eager, new)
-    else:
-        models = [path for path in found.names if path.isidentifier()]
-        if not models or any(first_uses(cells.failing.source).get(path) is FirstUse.BINDS for path in models):
-            raise Unfit("no model that the failing cell is given has eager attention that can be switched")
-        lines = [f'{path}.set_attn_implementation("sdpa")' for path in models]
-        module = insert_at_top(failing, failing.module, lines)
-    return rewriting.join(cells, [rewriting.edit(cells, cells.failing, failing, module)])
+        statement = rewriting.statement_at(need(rewriting.read(cell.source)), found.line)
+        texts = within(need(statement, _NO_PLACE), cst.SimpleString)
+        eager = need(next((one for one in texts if one.evaluated_value == "eager"), None), _NO_PLACE)
+        return changed(cells, cell, {eager: eager.with_changes(value=eager.value.replace("eager", "sdpa"))})
+    models = [path for path in found.names if path.isidentifier()]
+    if not models or any(first_uses(cells.failing.source).get(path) is FirstUse.BINDS for path in models):
+        raise Unfit("no model that the failing cell is given has eager attention that can be switched")
+    return changed(cells, cells.failing, {}, [f'{path}.set_attn_implementation("sdpa")' for path in models])
 
 
 @contextmanager
@@ -153,7 +147,7 @@ def detect(program: Program, objects: Objects) -> tuple[Site, ...]:
     eager = [path for path, model in objects.modules if _can_be_switched(model)]
     for scope in under.basis:
         for node in own_nodes(scope.body):
-            if (isinstance(node, ast.Call) and _asks_for_it(node)) or (isinstance(node, ast.Assign) and _sets_it(node)):
+            if isinstance(node, ast.Call | ast.Assign) and _asks_for_it(node):
                 first = site(ASKED, scope, node, eager)
                 drops = next(filter(None, map(_setting, objects.modules)), None)
                 return (first,) if drops is None else (first, replace(first, kind=DROPS, text=drops, names=()))
@@ -184,16 +178,14 @@ def _setting(model: tuple[str, Any]) -> str | None:
     return named and f"{model[0]}.config.{named}"
 
 
-def _asks_for_it(call: ast.Call) -> bool:
-    given = [k.value for k in call.keywords if k.arg in {"attn_implementation", "_attn_implementation"}]
-    if call_name(call).endswith("set_attn_implementation"):
-        given += call.args[:1]
+def _asks_for_it(node: ast.Call | ast.Assign) -> bool:
+    given: list[ast.expr] = []
+    if isinstance(node, ast.Call):
+        given = [one.value for one in node.keywords if one.arg in {"attn_implementation", "_attn_implementation"}]
+        given += node.args[:1] if call_name(node).endswith("set_attn_implementation") else []
+    elif "_attn_implementation" in ast.unparse(node.targets[0]):
+        given = [node.value]
     return any(isinstance(value, ast.Constant) and value.value == "eager" for value in given)
-
-
-def _sets_it(node: ast.Assign) -> bool:
-    named = "_attn_implementation" in ast.unparse(node.targets[0])
-    return named and isinstance(node.value, ast.Constant) and node.value.value == "eager"
 
 
 def _softmax_of_scores(scope: Scope) -> ast.expr | None:

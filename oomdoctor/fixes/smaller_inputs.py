@@ -21,16 +21,8 @@ import libcst as cst
 from oomdoctor.fixes import _trainers
 from oomdoctor.fixes._batch_sizes import fixed_schedule, sizes_of, smaller, takes_fixed_steps
 from oomdoctor.fixes._construction_sites import step_lines
-from oomdoctor.fixes._preconditions import (
-    Unfit,
-    check_training,
-    layer,
-    model_facts,
-    need,
-    proposing,
-    refusing,
-    running_loops,
-)
+from oomdoctor.fixes._preconditions import check_training, layer, model_facts, passing, running_loops
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Role
 from oomdoctor.model.code import CodeFacts, TrainingLoop
 from oomdoctor.model.memory import Holding
@@ -71,9 +63,8 @@ def _of_one_size(cells: Cells, evidence: Evidence) -> tuple[Number, ...]:
     book, sizes = Book.read(cells), dict(evidence.code.batch_sizes)
     every = [_taken(sizes_of(book, loop), sizes.get(loop.loader)) for loop in running_loops(evidence)]
     numbers = {id(number.node): number for found in every for number in found}
-    values = sorted({number.value for number in numbers.values()})
-    if len(values) > 1:
-        *some, last = values
+    *some, last = sorted({number.value for number in numbers.values()})
+    if some:
         raise Unfit(f"there is not one batch size: the cells set {', '.join(map(str, some))} and {last}")
     return tuple(numbers.values())
 
@@ -89,15 +80,10 @@ def _taken(numbers: tuple[Number, ...], size: int | None) -> tuple[Number, ...]:
 def _propose_batch(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     loops = running_loops(evidence)
     check_training(evidence)
-    size = _samples(evidence, loops)
-    if size is None:
-        raise Unfit("the census found no batch of the loop, so how many samples it has is not known")
-    if size == 1:
-        raise Unfit("the batch has one sample: it cannot be smaller")
-    scales = evidence.census.bytes_of(Role.ACTIVATION) + evidence.census.bytes_of(Role.BATCH)
-    scales += incident.requested or 0
-    if not scales:
-        raise Unfit("no activations were found that a smaller batch could save")
+    why = "the census found no batch of the loop, so how many samples it has is not known"
+    size = need(_samples(evidence, loops), why)
+    need(size != 1, "the batch has one sample: it cannot be smaller")
+    scales = need(passing(incident, evidence), "no activations were found that a smaller batch could save")
     yield from smaller(size, scales, is_fixed=takes_fixed_steps(loops))
 
 
@@ -135,11 +121,9 @@ def _patch_batch(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refuse
         largest = max([largest, *(number.value for number in found)])
     if not takes_fixed_steps(loops) and (call := fixed_schedule(book)) is not None:
         raise Unfit(f"`{call}` is a schedule over so many steps and raises beyond it: there would be more")
-    if not numbers:
-        raise Unfit(f"the cells set batches of {largest} samples, which are not larger than {size}")
+    need(numbers, f"the cells set batches of {largest} samples, which are not larger than {size}")
     odd = next((number.value for number in numbers.values() if number.value % size), None)
-    if odd is not None:
-        raise Unfit(f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
+    need(odd is None, f"a batch of {odd} does not divide into batches of {size}: shapes may be made of its size")
     return exchange_numbers(cells, dict.fromkeys(numbers.values(), size))
 
 
@@ -155,19 +139,16 @@ def _loops(evidence: Evidence, *, of_images: bool) -> list[TrainingLoop]:
         if not of_images and model is not None and model.sequence_first:
             where = layer(model, model.sequence_first[0])
             raise Unfit(f"{where} takes the batch in dimension 1, where the length would be")
-        if of_images and model is None:
-            raise Unfit(f"`{text}` is not among the notebook's objects, so whether it takes any size is not known")
-        if of_images and model is not None and not model.any_size:
-            raise Unfit(f"`{text}` does not pool images of any size to one, so it may take its own size alone")
+        if of_images:
+            why = f"`{text}` is not among the notebook's objects, so whether it takes any size is not known"
+            any_size = need(model, why).any_size
+            need(any_size, f"`{text}` does not pool images of any size to one, so it may take its own size alone")
     return loops
 
 
 def _scales(incident: Incident, evidence: Evidence) -> int:
     check_training(evidence)
-    scales = evidence.census.bytes_of(Role.ACTIVATION) + (incident.requested or 0)
-    if not scales:
-        raise Unfit("no activations were found that smaller inputs could save")
-    return scales
+    return need(passing(incident, evidence, batch=False), "no activations were found that smaller inputs could save")
 
 
 @proposing
@@ -175,9 +156,8 @@ def _truncate(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     scales = _scales(incident, evidence)
     _loops(evidence, of_images=False)
     length = need(_length(evidence), "the census found no batch of token numbers, samples by length")
-    if length // _DIVISORS[0] < _SHORTEST:
-        raise Unfit(f"sequences of {length} tokens are short already")
-    for one in (one for one in _DIVISORS if length // one >= _SHORTEST):
+    divisors = [one for one in _DIVISORS if length // one >= _SHORTEST]
+    for one in need(divisors, f"sequences of {length} tokens are short already"):
         yield Proposal(
             dose=Dose.of(length=length // one),
             effect=Effect.CHANGES_RESULT,
@@ -198,8 +178,7 @@ def _length(evidence: Evidence) -> int | None:
 @refusing
 def _truncated(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     loops, length = _loops(evidence, of_images=False), dose.number("length")
-    if any(f"[:, :{length}]" in cell.source for cell in cells.history):
-        raise Unfit(f"the batch is cut to {length} already")
+    need(not any(f"[:, :{length}]" in cell.source for cell in cells.history), f"the batch is cut to {length} already")
     return _written(cells, loops, partial(_cut, evidence, length))
 
 
@@ -243,9 +222,7 @@ def _shrink(incident: Incident, evidence: Evidence) -> Iterator[Proposal]:
     side = _side(evidence)
     sides = dict.fromkeys(side * part // whole // _MULTIPLE * _MULTIPLE for part, whole in _SHARES)
     smaller = [new for new in sides if _SMALLEST <= new < side]
-    if not smaller:
-        raise Unfit(f"images of {side} x {side} pixels are small already")
-    for new in smaller:
+    for new in need(smaller, f"images of {side} x {side} pixels are small already"):
         yield Proposal(
             dose=Dose.of(size=new),
             effect=Effect.CHANGES_RESULT,
@@ -269,12 +246,10 @@ def _images(evidence: Evidence) -> dict[str, tuple[int, ...]]:
 
 def _side(evidence: Evidence) -> int:
     shapes = set(_images(evidence).values())
-    if not shapes:
-        raise Unfit("the census found no batch of images, samples by channels by height by width")
+    need(shapes, "the census found no batch of images, samples by channels by height by width")
     sides = {length for shape in shapes for length in shape[2:]}
-    if len(sides) != 1:
-        raise Unfit("the images are not squares of one size")
-    (side,) = sides
+    side, *others = sides
+    need(not others, "the images are not squares of one size")
     for _, _, held in _batch_shapes(evidence):
         if held.shape not in shapes and (held.shape or ())[-2:] == (side, side):
             raise Unfit("the targets have the size of the images, and would have to be scaled in their own way")
@@ -289,11 +264,10 @@ def _shrunk(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
         raise Unfit(f"the images are scaled to {size} x {size} already")
 
     def scaled(_: TrainingLoop, names: set[str]) -> str:
-        function = spelled(cells, "torch.nn.functional.interpolate")
         images = sorted(names & set(_images(evidence)))
-        if len(images) != 1:
-            raise Unfit("which name of the loop holds the images was not seen")
-        call = need(function, "the cells do not import `torch` by its name")
+        need(len(images) == 1, "which name of the loop holds the images was not seen")
+        spelling = spelled(cells, "torch.nn.functional.interpolate")
+        call = need(spelling, "the cells do not import `torch` by its name")
         return f'{images[0]} = {call}({images[0]}, size=({size}, {size}), mode="bilinear", antialias=True)'
 
     return _written(cells, loops, scaled)

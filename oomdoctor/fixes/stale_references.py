@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from oomdoctor.fixes._construction_sites import changed
-from oomdoctor.fixes._preconditions import Unfit, need, proposing, refused, refusing
+from oomdoctor.fixes._refusals import Unfit, need, proposing, refused, refusing
 from oomdoctor.model import Cells, Dose, Effect, Evidence, Fix, Incident, Patch, Proposal, Refused, Session, Unavailable
 from oomdoctor.model.incident import Family
 from oomdoctor.model.memory import Role
@@ -67,9 +67,10 @@ def _clear(session: Session) -> None:
     found = session.namespace.get("_oh")
     outputs: dict[int, Any] = found if isinstance(found, dict) and not {"Out", "_oh"} & read else {}
     freed = {number: value for number, value in outputs.items() if f"_{number}" not in read and _holds_tensor(value)}
-    places = _places(session)
-    gone = [*freed.values(), *(value for name in set(_LAST) - read if _holds_tensor(value := places[-1].get(name)))]
-    for names in places:
+    hidden = getattr(session.shell, "user_ns_hidden", None)
+    hook = plain_dict(getattr(session.shell, "displayhook", None)) or {}
+    gone = [*freed.values(), *(value for name in set(_LAST) - read if _holds_tensor(value := hook.get(name)))]
+    for names in (session.namespace, *([hidden] if isinstance(hidden, dict) else []), hook):
         for number, value in freed.items():
             if names.get(f"_{number}") is value:
                 del names[f"_{number}"]
@@ -83,13 +84,6 @@ def _clear(session: Session) -> None:
         result.result = None
     del freed, gone, result
     gc.collect()
-
-
-def _places(session: Session) -> list[dict[str, Any]]:
-    """Return where IPython keeps its names for results: the namespace, its list of hidden names, the display hook."""
-    hidden = getattr(session.shell, "user_ns_hidden", None)
-    hook = plain_dict(getattr(session.shell, "displayhook", None)) or {}
-    return [session.namespace, *([hidden] if isinstance(hidden, dict) else []), hook]
 
 
 def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
@@ -203,14 +197,12 @@ def _propose_cache(incident: Incident, evidence: Evidence) -> Iterator[Proposal]
 @refusing
 def _patch_cache(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | Refused:
     cell = cells.failing
-    if _CLEARS.search(cell.source):
-        raise Unfit("the cell empties the cache already")
+    need(not _CLEARS.search(cell.source), "the cell empties the cache already")
     parsed = need(rewriting.read(cell.source))
     leading = "\n".join(parsed.code(node) for node in takewhile(rewriting.is_import, parsed.module.body))
     torch = import_lines.library_name(Cells(history=(*cells.history[:-1], replace(cell, source=leading))))
     name, imports = need(torch)
-    if torch != import_lines.library_name(cells):
-        raise Unfit("torch is imported in the middle of the cell")
+    need(torch == import_lines.library_name(cells), "torch is imported in the middle of the cell")
     line = f"{name}.{dose['kind']}.empty_cache()  # room for what is allocated beside PyTorch's cache"
     return changed(cells, cell, {}, [*imports, line])
 

@@ -35,13 +35,13 @@ class TrainingLoop:
     line: int
     function: str | None
     in_failing_run: bool
-    loader: str
-    batch: tuple[str, ...]
-    models: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    loss: str | None
-    loss_call: str | None
-    order: tuple[str, ...]
+    loader: str = ""
+    batch: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    loss: str | None = None
+    loss_call: str | None = None
+    order: tuple[str, ...] = ()
     accumulates: bool = False
     draws: tuple[str, ...] = ()
     stands_for: tuple[tuple[str, str], ...] = ()

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 from oomdoctor.objects import jittor
@@ -16,6 +17,7 @@ from oomdoctor.objects.mementos import Code, Memento
 _SOURCES: Final = frozenset(
     {("numpy.random.bit_generator", "BitGenerator"), ("numpy.random.bit_generator", "SeedSequence")}
 )
+_OF_LIBRARIES: Final = ("torch", "torchvision", "torchaudio")
 _DEFAULT_SEED: Final = 67280421310721
 """What torch's generators begin with. Source: ``default_rng_seed_val`` in c10/core/GeneratorImpl.h."""
 
@@ -123,6 +125,48 @@ def _set_state(generator: Any, state: Any) -> None:
             return
     if not _is_seed(generator):
         getattr(generator, "bit_generator", generator).state = state
+
+
+def generator_marks(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield each generator of the user's own that a forward of these modules may draw from, with its state to compare.
+
+    They are looked for in attributes, lists and dicts, the globals of what defines the modules, given by path, and what
+    their forward is closed over. Limit: generators that other objects hold.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules["torch"]
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    kinds = (torch.Generator, random.Random, *of_numpy)
+    seen = {id(generator) for generator in (torch.default_generator, *torch.cuda.default_generators)}
+    for name, value in _within_reach(parts):
+        if issubclass(type(value), kinds) and id(value) not in seen:
+            seen.add(id(value))
+            with sys.modules["torch.utils._python_dispatch"]._disable_current_modes():  # a dry run's give no values
+                mark = comparable(generator_state(value))
+            yield f"the random numbers of `{name}`", mark
+
+
+def _within_reach(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    spaces: dict[int, dict[str, Any]] = {}
+    for path, part in parts:
+        for name, value in vars(part).items():
+            if type(value) in (list, tuple, dict) and not name.startswith("_"):
+                items = value.items() if type(value) is dict else enumerate(value)
+                yield from ((f"{path}.{name}[{key!r}]", item) for key, item in items)
+            else:
+                yield f"{path}.{name}", value
+        if type(part).__module__.partition(".")[0] in _OF_LIBRARIES:
+            continue
+        forward = getattr(type(part).forward, "__wrapped__", type(part).forward)
+        if type(forward) is not FunctionType:
+            continue
+        spaces[id(forward.__globals__)] = forward.__globals__
+        for name, cell in zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # nothing is bound there as yet
+                continue
+    for space in spaces.values():
+        yield from sorted(space.items(), key=lambda item: item[0].startswith("_"))
 
 
 class Stream(Memento):

@@ -86,7 +86,7 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     """
     c10d: Any = sys.modules.get(C10D)
     dist: Any = sys.modules.get("torch.distributed")
-    if not has_group() or not groups.is_known or dist.get_world_size() < 2:
+    if not has_group() or dist.get_world_size() < 2:
         return None
     store = c10d._get_default_store()
     while hasattr(store, "underlying_store"):
@@ -99,6 +99,8 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     groups.port = port
     circle = Circle(rank=rank, world=world, host=host, port=port, release=groups.release)
     groups.circle = circle
+    if not groups.is_known:
+        groups.adopt(circle)
     circle.asks_who_is_in, circle.kept, circle.keeper = True, kept, 0
     return Job(circle=circle, groups=groups, in_parts=True, begun_s=begun_s)
 

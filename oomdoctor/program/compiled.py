@@ -107,8 +107,19 @@ def global_names(text: str) -> frozenset[str]:
 
 def defines(text: str, name: str, line: int) -> bool:
     """Return whether a function of this name begins on ``line``, that of its first decorator included."""
+    return decorators_of(text, name, line) is not None
+
+
+def decorators_of(text: str, name: str, line: int) -> list[str] | None:
+    """Return how the decorators of a function are written that begins on ``line``, that of its first one included.
+
+    None where no function of this name does.
+    """
     functions = (node for node in ast.walk(tree_of(text)) if isinstance(node, Function) and node.name == name)
-    return any(line in (node.lineno, *(each.lineno for each in node.decorator_list)) for node in functions)
+    for node in functions:
+        if line in (node.lineno, *(each.lineno for each in node.decorator_list)):
+            return [ast.unparse(each) for each in node.decorator_list]
+    return None
 
 
 def is_in_definition(cell: str, line: int) -> bool:

@@ -118,7 +118,7 @@ class Circle:
         self.released_s: float | None = None
         self._news = threading.Condition()
         self._lost = ""
-        self._own: list[str] = []
+        self._own, self._lasting = list[str](), list[str]()
         self.asks_who_is_in = False
         self.gathering = ""
         self.kept: Any = None
@@ -331,6 +331,18 @@ class Circle:
             time.sleep(_TALK_S)
         return [json.loads(self._store.get(key)) for key in keys.values()]
 
+    def publish(self, topic: str, what: Any) -> None:
+        """Say something that the others may ask for as long as this rank is in the circle."""
+        key = f"{topic}/{self.rank}"
+        self._lasting.append(key)
+        self._store.set(key, json.dumps(what))
+
+    def published(self, topic: str) -> list[Any]:
+        """Return what the other ranks have published; asked over a connection of its own, by any thread."""
+        store = self.connection(f"oomdoctor/{self.restart}/")
+        keys = [f"{topic}/{rank}" for rank in range(self.world) if rank != self.rank]
+        return [json.loads(store.get(key)) for key in keys if store.check([key])]
+
     def leave_talk(self, why: str) -> None:
         """Tell whoever waits for what this rank has to say that there is nothing more to come."""
         key = f"left/{self.epoch}/{self.rank}"
@@ -343,7 +355,7 @@ class Circle:
             return
         self._is_listening = False
         with suppress(SilentRank):  # the store is gone
-            for key in (*self._own, *[GATHERING] * bool(self.gathering)):
+            for key in (*self._own, *self._lasting, *[GATHERING] * bool(self.gathering)):
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")
             self._thread.join(ASK_S)

@@ -2,12 +2,14 @@
 
 For gloo, nothing but the end of its connections ends a collective that waits for another rank: to destroy or abort the
 group frees nobody while DDP's reducer holds it. So the sockets that were opened while a group was made are noted, and
-shut down. The communicators of NCCL are aborted. A rank frees itself alone; the others do the same.
+shut down. Of a group that was made before, they are those that lead from one rank to another: each tells the others
+the ends of its own. The communicators of NCCL are aborted. A rank frees itself alone; the others do the same.
 
 Groups of a further attempt meet under keys of their own in the store that the ranks talk over, wherever the program has
 them meet: those of the first would still be found there, with the addresses of connections that are gone.
 
-Limits: groups of MPI and UCC cannot be made anew like this.
+Limits: groups of MPI and UCC cannot be made anew like this. Where a group was made before, whatever else the ranks have
+connected to each other for is shut down as well.
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ _MENDED: Final = frozenset({"gloo", "nccl", "undefined", "cpu:gloo,cuda:nccl", "
 """Backends whose groups can be freed and made anew."""
 
 
+_KINDS: Final = frozenset({"cpu", "cuda", "gloo", "nccl", "undefined", "fake"})
+"""Devices and backends in the configuration of such a group."""
+_ENDS: Final = "ends"
+
+
 class Released(RuntimeError):
     """No group is made any more in a run that another rank has ended: nobody would come to meet this one."""
 
@@ -61,7 +68,7 @@ class Groups:
         self.port, self.refused, self.has_parts = port, None, False
         self.circle: Circle | None = None
         self.meetings, self._alone = 0, ""
-        self.is_released = self.is_librarys = False
+        self.is_released = self.is_librarys = self._adopted = False
         self.made, self._prefix, self._met = made, "", 0
         self._given: dict[str, Any] = {}
         self._initialise: Any = None
@@ -182,10 +189,11 @@ class Groups:
         with self._lock:
             self.is_released = True
             found, meeting = _sockets(), self._meeting
-            known = dict(self._sockets)
+            known = self._sockets | self._between_ranks(found)
             if meeting is not None:  # it waits for the others to meet, by the store
                 known |= {inode: at for inode, at in found.items() if inode not in meeting}
             self._sockets.clear()
+            self._adopted = False  # those of a further attempt are noted
             # Connections first: to abort may wait.
             count = sum(
                 _shut_down(found[inode], self.port, is_meeting=meeting is not None and inode not in meeting)
@@ -201,6 +209,28 @@ class Groups:
     def is_known(self) -> bool:
         """Whether the sockets of a group were seen as they were opened."""
         return bool(self._sockets)
+
+    def adopt(self, circle: Circle) -> None:
+        """Take over the groups that were made before any was noted, by whatever has made them."""
+        c10d: Any = sys.modules[C10D]
+        group = c10d._get_default_group()
+        backend = str(c10d.get_backend_config(group))
+        self._given = {"backend": backend}
+        for device in group._device_types:
+            with suppress(AttributeError, RuntimeError):  # options of another kind, or a device that has no backend
+                self._given["timeout"] = group._get_backend(device).options._timeout
+        if unknown := sorted(set(backend.replace(",", ":").split(":")) - _KINDS):
+            self.refused = f"a group of the backend {unknown[0]} cannot be made anew"
+        self.has_parts, self.is_librarys, self.meetings = len(c10d._world.pg_map) > 1, True, 1
+        circle.publish(_ENDS, [ends for number in _sockets().values() if (ends := _ends(number)) is not None])
+        self._adopted = True
+
+    def _between_ranks(self, found: dict[int, int]) -> dict[int, int]:
+        """Return those of some sockets that lead to another rank, where the groups were taken over."""
+        if self.circle is None or not self._adopted:
+            return {}
+        theirs = {(there, here) for told in self.circle.published(_ENDS) for here, there in told}
+        return {inode: number for inode, number in found.items() if _ends(number) in theirs}
 
     def sequence(self) -> int:
         """Return how many collectives this rank has taken part in, for the groups that there are."""
@@ -288,6 +318,20 @@ def _shut_down(number: int, port: int, *, is_meeting: bool) -> bool:
             own.shutdown(socket.SHUT_RDWR)
         return True
     return False
+
+
+def _ends(number: int) -> tuple[str, str] | None:
+    """Return the address of a connection by TCP here and there; None where it is none."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+        if own.family in (socket.AF_INET, socket.AF_INET6):
+            here, there = own.getsockname(), own.getpeername()
+            return _address(here), _address(there)
+    return None
+
+
+def _address(name: tuple[Any, ...]) -> str:
+    """Return host and port as they are told on both sides, whether as of IPv4 or within IPv6."""
+    return f"{name[0].removeprefix('::ffff:')} {name[1]}"
 
 
 def _aborting() -> Iterator[Any]:

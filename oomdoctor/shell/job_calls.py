@@ -54,6 +54,8 @@ def watch_groups() -> None:
     if not Groups.are_watched():
         _Process.groups = Groups(0, made=_join)
         _Process.groups.watch()
+        if c10d.is_initialized():
+            _join()
 
 
 def hand_over() -> Groups | None:

@@ -27,7 +27,7 @@ from oomdoctor.errors import UsageError
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.objects.frames import set_traceback, traceback_of
 from oomdoctor.objects.named import is_users
-from oomdoctor.program.compiled import defines, future_flags, global_names, is_compiled_from
+from oomdoctor.program.compiled import decorators_of, defines, future_flags, global_names, is_compiled_from
 from oomdoctor.retry.release import empty_frame
 from oomdoctor.shell.config import OomDoctor
 from oomdoctor.shell.error_boundary import is_left_alone, ran_out
@@ -247,7 +247,7 @@ def _spell(
         words += [f"{name}={names.spelled(name, value)}" for name, value in kwargs.items()]
     else:
         words.append(f"**{names.spelled('keywords', kwargs)}")
-    return f"{RESULT} = {called}({', '.join(words)})\n", names.bound
+    return f"{RESULT} = {called}({', '.join(words)})\n", names.bound | _own_decorator(home, text)
 
 
 def _unreadable(function: Callable[..., Any], text: str) -> str | None:
@@ -265,6 +265,18 @@ def _unreadable(function: Callable[..., Any], text: str) -> str | None:
         return "its file was changed after it was loaded"
     is_found = defines(text, home.__name__, code.co_firstlineno)
     return None if is_found else "its definition was not found in the text of its module"
+
+
+def _own_decorator(home: FunctionType, text: str) -> dict[str, Any]:
+    """Return what ``heal`` is written with above a function, where the globals of that lack it.
+
+    A function that was sent to another process by value, as Ray does, has there what it reads itself and nothing else.
+    """
+    written = decorators_of(text, home.__name__, home.__code__.co_firstlineno) or []
+    first, *rest = written[0].partition("(")[0].split(".") if len(written) == 1 else [""]
+    if not first.isidentifier() or first in home.__globals__:
+        return {}
+    return {first: sys.modules[__name__.partition(".")[0]] if rest else heal}
 
 
 def _parameter_name(parameters: list[inspect.Parameter], at: int) -> str:

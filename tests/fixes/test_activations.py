@@ -11,7 +11,8 @@ from torch import nn
 
 from oomdoctor import fixes
 from oomdoctor.fixes import checkpoint_blocks, micro_batch
-from oomdoctor.fixes._preconditions import check_short, check_training, refusing
+from oomdoctor.fixes._preconditions import check_short, check_training
+from oomdoctor.fixes._refusals import refusing
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose
 from oomdoctor.model.incident import Incident

@@ -1,8 +1,9 @@
 """A training in a function that is healed, in processes that the program starts itself; two ranks, or more.
 
-``START``: ``spawn`` (``torch.multiprocessing``) or ``accelerate`` (its ``debug_launcher``, which forks); ``MEET``:
-``before`` the call or ``within`` it; ``WHERE``: ``backward``, ``error``, ``late`` or ``nowhere``, on rank 1; ``HEAL``:
-whether ``heal`` decorates it; ``OUT``: where what is left goes. Tests write what else happens in the place of comments.
+``START``: ``spawn`` (``torch.multiprocessing``), ``accelerate`` (its ``debug_launcher``, which forks), ``ray`` (its
+``TorchTrainer``), or a strategy of Lightning's ``Fabric`` (``ddp_spawn``, ``ddp_fork``, ``ddp``); ``MEET``: ``before``
+the call or ``within`` it; ``WHERE``: ``backward``, ``error``, ``late`` or ``nowhere``, on rank 1; ``HEAL``: whether
+``heal`` decorates it; ``OUT``: where what is left goes. Tests write what else happens in the place of comments.
 """
 
 import os
@@ -80,7 +81,7 @@ def run(rank, world):
             torch.save(told, f"{os.environ['OUT']}.{rank}.pt")
 
 
-def work_of_accelerate():
+def work_in_group(*_):
     work(dist.get_rank(), dist.get_world_size())
 
 
@@ -88,6 +89,16 @@ if __name__ == "__main__":
     if os.environ["START"] == "accelerate":
         from accelerate import debug_launcher
 
-        debug_launcher(work_of_accelerate, num_processes=WORLD)
+        debug_launcher(work_in_group, num_processes=WORLD)
+    elif os.environ["START"].startswith("ddp"):
+        from lightning.fabric import Fabric
+
+        Fabric(accelerator="cpu", devices=WORLD, strategy=os.environ["START"]).launch(work_in_group)
+    elif os.environ["START"] == "ray":
+        from ray.train import ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        config = ScalingConfig(num_workers=WORLD, resources_per_worker={"CPU": 0.5})
+        TorchTrainer(work_in_group, scaling_config=config, torch_config=TorchConfig(backend="gloo")).fit()
     else:
         mp.spawn(work, args=(WORLD,), nprocs=WORLD)

@@ -56,7 +56,8 @@ def run(folder: Path, source: str = PROGRAM, *, heals: bool = True, world: int =
 
 
 @pytest.mark.parametrize(
-    ("start", "meet", "world"), [("spawn", "before", 2), ("spawn", "within", 3), ("accelerate", "before", 2)]
+    ("start", "meet", "world"),
+    [("spawn", "before", 2), ("spawn", "within", 3), ("accelerate", "before", 2), ("ddp_spawn", "before", 2)],
 )
 def test_every_rank_is_left_as_by_a_fresh_program_with_the_changed_function(
     tmp_path: Path, start: str, meet: str, world: int
@@ -68,6 +69,21 @@ def test_every_rank_is_left_as_by_a_fresh_program_with_the_changed_function(
     assert others == [[changed]] * (world - 1)
     assert "in batch_parts(2, x, y, ddp=model):" in changed
     fresh = run(tmp_path / "fresh", changed, heals=False, START=start, MEET=meet, world=world)
+    assert same(healed.of("left"), fresh.of("left"))
+
+
+def test_a_group_that_was_made_before_anything_was_noted_is_healed_too(tmp_path: Path) -> None:
+    """As by Ray Train, which makes it before it unpacks the function; its connections are those between the ranks."""
+    unnoted = (
+        "from oomdoctor.shell import job_calls\n    job_calls._Process.groups.remove()\n"
+        "    job_calls._Process.groups = None\n    meet(rank, world)"
+    )
+    healed = run(tmp_path / "healed", PROGRAM.replace("# at first", unnoted), world=3)
+    assert healed.status == 0, healed.printed
+    assert [one and one["kind"] for one in healed.of("outcome")] == ["healed"] * 3
+    assert all(one["ranks"]["released_s"] < 5 for one in healed.of("outcome"))
+    changed = healed.of("changed")[0][0].replace(unnoted, "# at first")
+    fresh = run(tmp_path / "fresh", changed, heals=False, world=3)
     assert same(healed.of("left"), fresh.of("left"))
 
 
