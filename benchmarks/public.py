@@ -179,10 +179,10 @@ def clock() -> None:
 
     doctor.__dict__["phases"] = {}  # kept there: a retry puts back what this module holds
     owners: list[tuple[Any, str, str]] = [
-        (doctor, "_looked_at", "looking"),
+        (doctor, "looked_at", "looking"),
         (doctor, "plan", "forecasts"),
         (Checks, "_tried", "trials"),
-        (doctor._Attempts, "run", "attempts"),
+        (doctor.Attempts, "run", "attempts"),
     ]
     for owner, name, phase in owners:
         setattr(owner, name, _clocked(getattr(owner, name), phase))

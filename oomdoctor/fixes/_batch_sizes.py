@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from oomdoctor.fixes._refusals import OVERHEAD, PARTS, Unfit, need
@@ -45,54 +46,49 @@ def sizes_of(book: Book, facts: TrainingLoop) -> tuple[Number, ...]:
 
 def loader_calls(book: Book, text: str, place: Place) -> list[tuple[ast.Call, Place]]:
     """Return the calls of ``DataLoader`` that made what ``text`` stands for at ``place``."""
-    try:
-        node: ast.expr = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return []
-    return list(dict.fromkeys(_loaders(book, node, place, depth=6)))
+    with suppress(SyntaxError):
+        return list(dict.fromkeys(_loaders(book, ast.parse(text, mode="eval").body, place)))
+    return []
 
 
 def loader_sizes(book: Book, node: ast.expr, place: Place) -> tuple[Number, ...] | None:
     """Return the numbers behind the batch size of what ``node`` stands for, None where it is no loader of the cells."""
-    loaders = list(dict.fromkeys(_loaders(book, node, place, depth=6)))
+    loaders = list(dict.fromkeys(_loaders(book, node, place)))
     return _of_loaders(book, ast.unparse(node), loaders) if loaders else None
 
 
 def _loaders(
-    book: Book, node: ast.expr, place: Place, depth: int, index: int | None = None
+    book: Book, node: ast.expr, place: Place, index: int | None = None, depth: int = 6
 ) -> Iterator[tuple[ast.Call, Place]]:
     """Yield the calls that made ``node``, or the value at ``index`` of what it returns."""
-    if depth == 0:
-        return
-    if isinstance(node, ast.Call):
-        if _LOADER.match(call_name(node)):
-            yield node, place
-            return
-        made = book.function(call_name(node))
-        if made is not None:
-            inside = Place(page=made[0], function=made[1])
-            for value in _returned(made[1], index):
-                yield from _loaders(book, value, inside, depth - 1)
-        elif call_name(node).endswith(".prepare") and index is not None and index < len(node.args):
-            yield from _loaders(book, node.args[index], place, depth - 1)
-        elif node.args:
-            yield from _loaders(book, node.args[0], place, depth - 1)
-        return
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        for value, there in book.of_self(node.attr, place):
-            yield from _loaders(book, value, there, depth - 1)
-        return
-    if isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    if isinstance(node, ast.Name):
-        for value, there in book.values(node.id, place):
-            inside_of = [value] if isinstance(value, ast.Call | ast.Name | ast.Attribute | ast.Subscript) else []
-            inside_of += list(calls(value)) if isinstance(value, ast.Dict | ast.DictComp | ast.ListComp) else []
-            for one in inside_of:
-                yield from _loaders(book, one, there, depth - 1, _index(node.id, value, there))
-            if isinstance(value, ast.Dict):
-                for item in value.values:
-                    yield from _loaders(book, item, there, depth - 1)
+    if isinstance(node, ast.Call) and _LOADER.match(call_name(node)):
+        yield node, place
+    elif depth:
+        for source, there, at in _sources(book, node, place, index):
+            yield from _loaders(book, source, there, at, depth - 1)
+
+
+def _sources(
+    book: Book, node: ast.expr, place: Place, index: int | None
+) -> Iterator[tuple[ast.expr, Place, int | None]]:
+    """Yield what ``node`` comes from: returned, handed through a call, or bound to a name."""
+    match node:
+        case ast.Call(args=args):
+            if (made := book.function(call_name(node))) is not None:
+                inside = Place(page=made[0], function=made[1])
+                yield from ((value, inside, None) for value in _returned(made[1], index))
+            elif args:
+                prepared = call_name(node).endswith(".prepare") and index is not None and index < len(args)
+                yield args[index or 0] if prepared else args[0], place, None
+        case ast.Attribute(value=ast.Name(id="self"), attr=attr):
+            yield from ((value, there, None) for value, there in book.of_self(attr, place))
+        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name)):
+            for value, there in book.values(name, place):
+                if isinstance(value, ast.Call | ast.Name | ast.Attribute | ast.Subscript):
+                    yield value, there, _index(name, value, there)
+                elif isinstance(value, ast.Dict | ast.DictComp | ast.ListComp):
+                    items = value.values if isinstance(value, ast.Dict) else ()
+                    yield from ((one, there, None) for one in (*calls(value), *items))
 
 
 def _index(name: str, value: ast.expr, there: Place) -> int | None:

@@ -67,13 +67,16 @@ def batch_parts(parts: int, *values: Any, dim: int = 0, ddp: Any = None) -> Iter
         The part of the one value, or of each value as a tuple.
 
     Raises:
-        UsageError: there is no tensor among the values, or the model is not one that DDP wraps.
+        UsageError: there is no tensor among the values, or one row in a later dimension; or the model is not one that
+            DDP wraps.
         StateError: in the body, from an operator of which it cannot be told what it draws for which row; or Python or
             NumPy drew others for one part than for another.
     """
     rows = batch_size(values, dim)
     if rows is None:
         raise UsageError("batch_parts was given no tensor with the rows of a batch")
+    if dim and rows < 2:  # of the first one, a last batch may have a single row
+        raise UsageError(f"batch_parts was given one row in dimension {dim}, which has no parts")
     if ddp is not None and not hasattr(ddp, "no_sync"):
         raise UsageError(f"batch_parts takes a model that DistributedDataParallel wraps, not a {type(ddp).__name__}")
     waits = ddp is not None and not getattr(ddp, "static_graph", False)

@@ -31,7 +31,7 @@ from oomdoctor.program.definitions import Program, Scope, Statement, site, state
 from oomdoctor.program.dependencies import ground
 from oomdoctor.program.kept_tensors import Place, history_appends, undifferentiated
 from oomdoctor.program.magics import Loop
-from oomdoctor.program.names import call_name, own_nodes, target_names
+from oomdoctor.program.names import call_name, own_nodes
 from oomdoctor.program.rewriting import text_of, within
 
 _NO_PLACE: Final = (
@@ -130,8 +130,9 @@ def _detect_state(program: Program, objects: Objects) -> tuple[Site, ...]:
 def _is_carried(statement: Statement, loop: Loop) -> bool:
     """Whether a statement feeds back a state with its graph, and ``loop`` does not bind it anew."""
     fed = _fed_back(statement.node)
-    rebound = any(_rebinds(node, set(fed), statement.node) for node in own_nodes(loop.body))
-    return bool(fed) and not statement.is_gradless and not rebound
+    others = (node for node in own_nodes(loop.body) if node is not statement.node and not _fed_back(node))
+    rebound = {text for node in others for part in _cut(node) for text in _texts(part)}
+    return bool(fed) and not statement.is_gradless and not rebound.intersection(fed)
 
 
 def _fed_back(node: ast.AST) -> tuple[str, ...]:
@@ -154,18 +155,16 @@ def _texts(node: ast.AST) -> Iterator[str]:
         yield ast.unparse(node)
 
 
-def _rebinds(node: ast.AST, names: set[str], feeding: ast.stmt) -> bool:
-    """Whether a statement other than ``feeding`` cuts the state from its past, or may."""
+def _cut(node: ast.AST) -> list[ast.expr]:
+    """Return what a node cuts from its past, or may: what it binds, or detaches in place."""
     match node:
-        case ast.Call(func=ast.Attribute(value=base, attr="detach_")):
-            return ast.unparse(base) in names
-        case ast.For(target=target):
-            return bool(names & set(target_names(target)))
-        case ast.Assign(targets=targets) if node is not feeding:
-            return bool(names & {text for one in targets for text in _texts(one)}) and not _fed_back(node)
-        case ast.AnnAssign(target=target):
-            return bool(names & set(_texts(target)))
-    return False
+        case ast.Call(func=ast.Attribute(value=target, attr="detach_")):
+            return [target]
+        case ast.Assign(targets=targets):
+            return targets
+        case ast.For(target=target) | ast.AnnAssign(target=target):
+            return [target]
+    return []
 
 
 def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
@@ -182,17 +181,9 @@ def _kept_in_module(program: Program, scope: Scope) -> ast.Assign | None:
 def _is_let_go(program: Program, scope: Scope, attributes: set[str], feeding: ast.Assign) -> bool:
     """Whether any method of the class but ``__init__``, or code outside of classes, binds the attribute anew."""
     others = (one for one in program.scopes if one.owner in {"", scope.owner} and one.tail != "__init__")
-    for node in (node for one in others for node in own_nodes(one.body) if node is not feeding):
-        match node:
-            case ast.Assign():
-                cut = [part for target in node.targets for part in getattr(target, "elts", [target])]
-            case ast.Call(func=ast.Attribute(value=base, attr="detach_")):
-                cut = [base]
-            case _:
-                continue
-        if any(isinstance(part, ast.Attribute) and part.attr in attributes for part in cut):
-            return True
-    return False
+    nodes = (node for one in others for node in own_nodes(one.body) if node is not feeding)
+    parts = (part for node in nodes for cut in _cut(node) for part in getattr(cut, "elts", [cut]))
+    return any(isinstance(part, ast.Attribute) and part.attr in attributes for part in parts)
 
 
 @proposing

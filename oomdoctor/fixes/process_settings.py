@@ -50,7 +50,6 @@ from oomdoctor.objects.kinds import members_of, mro_of, plain_dict
 from oomdoctor.objects.known import Objects
 from oomdoctor.program import import_lines, rewriting
 from oomdoctor.program.definitions import Program, site
-from oomdoctor.program.magics import parsed as tree_of
 from oomdoctor.program.names import call_name, imports_in, own_nodes
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -170,9 +169,8 @@ def _patch_expandable(cells: Cells, evidence: Evidence, dose: Dose) -> Patch | R
     history = cells.beside(cells.failing).history
     first = next((cell for cell in history if _imports(cell.source)), None)
     first = need(first, "no cell imports what may bring torch: it has to be set before that")
-    nodes = (node for cell in history if (tree := tree_of(cell.source)) is not None for node in ast.walk(tree))
-    if any(isinstance(one, ast.Name) and one.id == "os" and not isinstance(one.ctx, ast.Load) for one in nodes):
-        raise Unfit("`os` stands for something else than the module in one of the cells")
+    is_module = import_lines.qualified_name(cells.beside(cells.failing), "os")
+    need(is_module, "`os` stands for something else than the module in one of the cells")
     cell = [one for one in cells.history if one.source == first.source][-1]
     parsed, setting = need(rewriting.read(cell.source)), f'os.environ["{dose["variable"]}"] = "{_OPTION}:True"'
     body = list(parsed.module.body)

@@ -43,7 +43,7 @@ _LAST: Final = ("_", "__", "___")
 _ENTRY: Final = re.compile(r"Out\[(\d+)\]")
 
 
-def _first(release: Callable[[Session], None]) -> Callable[[Session, Dose], AbstractContextManager[None]]:
+def _letting_go(release: Callable[[Session], None]) -> Callable[[Session, Dose], AbstractContextManager[None]]:
     """Return an ``apply`` that lets go of something on entering; nothing is put back."""
 
     @contextmanager
@@ -214,7 +214,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="the results are no longer in Out",
         propose=_propose_outputs,
-        apply=_first(_clear),
+        apply=_letting_go(_clear),
         patch=_patch_outputs,
         is_tried=False,
     ),
@@ -224,7 +224,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="%debug and %tb no longer reach that failure",
         propose=_propose_traceback,
-        apply=_first(_release),
+        apply=_letting_go(_release),
         patch=refused(
             "nothing in the code to change: IPython and the interpreter keep the traceback of the last failure"
         ),
@@ -236,7 +236,7 @@ FIXES: Final = (
         effect=Effect.EXACT,
         cost="segments are allocated anew as they are needed",
         propose=_propose_cache,
-        apply=_first(lambda session: session.accelerator.empty_cache()),
+        apply=_letting_go(lambda session: session.accelerator.empty_cache()),
         patch=_patch_cache,
         is_tried=False,
     ),

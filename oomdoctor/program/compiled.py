@@ -319,6 +319,8 @@ class _Hooking(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: Any) -> Any:
+        if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+            self._unhooked.update(ast.walk(node.test))  # nothing follows it
         self.generic_visit(node)
         names = (part for part in ast.walk(node.test) if isinstance(part, (ast.Name, ast.Attribute)))
         if not self._counters.isdisjoint(map(ast.unparse, names)):
@@ -328,6 +330,7 @@ class _Hooking(ast.NodeTransformer):
     visit_IfExp = visit_If  # noqa: N815
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        self._unhooked.update(ast.walk(node.test))
         self.generic_visit(node)
         node.test = ast.copy_location(_call("holds", _call("asked"), node.test), node.test)
         return node

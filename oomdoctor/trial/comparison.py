@@ -48,7 +48,11 @@ _FASTER: Final = 4
 _ALL: Final = 1 << 30
 _TURNS: Final = 2
 """Turns that a loop makes where later steps are looked for, so that the numbers that it counts by move."""
-_MOST_SITES: Final = 4
+_SINCE: Final = 1
+"""Steps after which expressions come to another value."""
+_LATER_S: Final = 20.0
+"""Time in which expressions are tried in later steps, one after the other."""
+_UNKNOWN: Final = Trial(same=None)
 _CONTROLS: Final = 3
 """How often the unchanged program is begun a last digit off, where something differs by little more than that makes."""
 _FAR: Final = 1e-3
@@ -68,7 +72,7 @@ class Comparison:
         rows: how many of a batch are taken; ``steps``: of an optimizer.
         large: numbers in a model's parameters above which it has to do with ``_ROWS_OF_LARGE``; None: with all.
         is_precise: whether autocast is left off.
-        still: expressions that come to another value than they had in the first steps.
+        turned: expressions that come to another value than they had; ``since``: after so many steps.
         took_s: how long it took to compare the last one, the run of the unchanged program included.
     """
 
@@ -83,7 +87,8 @@ class Comparison:
     steps: int = _FEW_STEPS
     large: int | None = _LARGE
     is_precise: bool = False
-    still: frozenset[tuple[Site, Any]] = frozenset()
+    turned: frozenset[tuple[Site, Any]] = frozenset()
+    since: int = 0
 
     def __post_init__(self) -> None:
         self.took_s = self._waited_s = 0.0
@@ -131,26 +136,36 @@ class Comparison:
         return None if is_all else replace(self, steps=min(self.steps * _FASTER, _MOST_STEPS))
 
     def in_later_steps(self, after: Attempt, trial: Trial) -> Trial:
-        """Return what comes of a changed program that leaves the same, in steps that the trial does not come to."""
-        unchanged = self._unchanged
+        """Return what comes of a changed program that leaves the same, in steps that the trial does not come to.
+
+        Each expression is turned by itself: one that raises, or ends a loop, hides what follows it. What another one
+        lets be seen is turned beside it.
+        """
+        unchanged, until = self._unchanged, time.monotonic() + _LATER_S
         if not unchanged.was_cut and self.is_whole:
             return trial
-        noted = self._ended(self.before, notes=True, turns=_TURNS).still
-        compared, unseen = frozenset(noted.items()), list[Site]()
-        if compared and (found := replace(self, still=compared).of(after)).same is None:
-            for one in sorted(compared, key=str)[:_MOST_SITES]:
-                found = replace(self, still=frozenset([one])).of(after)
-                if found.same is False:
-                    break
-                unseen += [one[0]] if found.same is None else []
-        if not compared:
-            return trial
-        if found.same is False:
-            return replace(found, why=f"as later steps may go ({shown_sites(noted)}), {found.why}")
-        told = f"so are later steps ({shown_sites(noted)})"
-        if unseen:
-            told = f"later steps were not tried ({shown_sites(unseen)})"
-        return replace(trial, basis=f"{trial.basis}; {told}")
+        since = _SINCE if unchanged.steps > _SINCE else 0
+        noted = self._ended(self.before, turns=_TURNS).still
+        waiting, met = [frozenset([one]) for one in noted.items()], set(noted)
+        same, unseen = list[Site](), list[Site]()
+        for turned in waiting:  # it grows on the way
+            later, sites = replace(self, turned=turned, since=since), [site for site, _ in turned]
+            is_tried = time.monotonic() < until and later._goes_on(unchanged)
+            found = later.of(after) if is_tried else _UNKNOWN
+            if found.same is False:
+                return replace(found, why=f"as later steps may go ({shown_sites(sites)}), {found.why}")
+            (same if found.same else unseen).extend(sites)
+            if found.same:
+                others = [one for one in later._unchanged.still.items() if one[0] not in met]
+                met.update(site for site, _ in others)
+                waiting += [turned | {one} for one in others]
+        told = [f"so are later steps ({shown_sites(same)})"] if same else []
+        told += [f"later steps were not tried ({shown_sites(unseen)})"] if unseen else []
+        return replace(trial, basis="; ".join([trial.basis, *told]))
+
+    def _goes_on(self, first: End) -> bool:
+        """Tell whether the unchanged program runs on, as in ``first``: what raises leaves half of a step."""
+        return not self._unchanged.is_ours and self._unchanged.error == first.error
 
     @cached_property
     def _without_autocast(self) -> Comparison:
@@ -318,7 +333,7 @@ class Comparison:
             self._ahead(other, without=self._own(other), large=self._large)
 
     def _terms(self, **given: Any) -> Terms:
-        given |= {"still": self.still, "turns": _TURNS, "since": 1} if self.still else {}
+        given |= {"turned": self.turned, "turns": _TURNS, "since": self.since} if self.turned else {}
         return Terms(rows=self.rows, steps=self.steps, known=self._lines, is_precise=self.is_precise, **given)
 
     def _basis(self) -> str:

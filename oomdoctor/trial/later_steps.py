@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -22,21 +22,33 @@ _NAMED: Final = 3
 
 
 class Values:
-    """The numbers that the expressions of a program have come to, by their sites.
+    """The numbers that the expressions of a program come to, by their sites.
 
     Args:
-        rows: the sizes of batches that loaders have given; ``most``: how many rows of them the trial takes.
-        is_first: tells whether the program is in the steps that are compared.
+        most: how many rows of a batch the trial takes; ``rows``: the sizes of batches that loaders have given.
+        turned: the expressions that come to another value than they had, as in later steps, with what they had.
+        is_first: tells whether the program is in the steps that are compared; ``is_later``: in those that are turned.
     """
 
-    def __init__(self, rows: Collection[int], most: int, is_first: Callable[[], bool] = lambda: True) -> None:
-        self._rows, self._most, self._is_first = rows, most, is_first
+    def __init__(
+        self,
+        most: int,
+        rows: Collection[int] = (),
+        turned: Mapping[Site, Any] = MappingProxyType({}),
+        is_first: Callable[[], bool] = lambda: True,
+        is_later: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._rows, self._most, self._turned = rows, most, turned
+        self._is_first, self._is_later = is_first, is_later
         self._first: dict[Site, set[Any]] = {}
         self._parts: dict[tuple[str, str], set[Any]] = {}
 
-    def note(self, told: tuple[Any, ...], value: Any) -> Any:
-        """Note the value of an expression and of the names in it; return the value."""
-        site, number = Site(*told), _number(value)
+    def pass_on(self, told: tuple[Any, ...], value: Any) -> Any:
+        """Return the value of an expression, or the one that it comes to in later steps; note what it is made of."""
+        site = Site(*told)
+        if site in self._turned and self._is_later():
+            value = _otherwise(value, self._turned[site])
+        number = _number(value)
         self._add((site.function, site.text), number)
         if number is not None:
             if self._is_first():
@@ -47,14 +59,18 @@ class Values:
         return value
 
     def still(self) -> Mapping[Site, Any]:
-        """Return the sites that may come to another value in later steps, with the one that they had in the first."""
+        """Return the sites that may come to another value in later steps, with the one that they had in the first.
+
+        What may begin stands before what may end.
+        """
         found = {site: next(iter(values)) for site, values in self._first.items() if len(values) == 1}
-        return {
-            site: value
+        moved = (
+            (site, value)
             for site, value in found.items()
             if (value is True or value == 0)
             and any(self._moves((site.function, part)) for part in (site.text, *site.names, *site.inner))
-        }
+        )
+        return dict(sorted(moved, key=lambda one: one[1] is True))
 
     def _add(self, part: tuple[str, str], number: float | None) -> None:
         if number is not None:
@@ -78,26 +94,31 @@ def _read(frame: FrameType, dotted: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, that of a tensor with one entry, or how many items a container has; None for anything else."""
+    """Return a number, that of a tensor with one entry, or the length of a container; None for anything else."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | dict | set | tuple):
         return len(value)
     with suppress(Exception):  # within a transform of torch.func it has none
-        if isinstance(value, torch.Tensor) and not value.ndim and value.device.type == "cpu":
-            return value.detach().item()
+        if isinstance(value, torch.Tensor):
+            return None if value.ndim or value.device.type != "cpu" else value.detach().item()
+        if getattr(value, "ndim", None) == 0:  # of NumPy
+            return value.item()  # type: ignore[no-any-return]
     return None
 
 
-def otherwise(told: tuple[Any, ...], value: Any, still: Mapping[Site, Any]) -> Any:
-    """Return the value that an expression may come to in later steps: one of ``still`` that has its value there."""
-    site = Site(*told)
-    if site not in still or _number(value) != still[site]:
+def _otherwise(value: Any, had: Any) -> Any:
+    """Return the value that an expression may come to in later steps that has the one that it had; else its value.
+
+    One that gradients go through is no weight.
+    """
+    if _number(value) != had or getattr(value, "requires_grad", False):
         return value
-    if type(value) in (int, float):
-        return type(value)(1)
-    is_condition = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
-    return value ^ True if is_condition else value
+    if isinstance(value, torch.Tensor):
+        return ~value if value.dtype is torch.bool else torch.ones_like(value)
+    if type(had) is bool:
+        return type(value)(not had)
+    return value if isinstance(value, list | dict | set | tuple) else type(value)(1)
 
 
 def shown(sites: Collection[Site]) -> str:

@@ -25,7 +25,7 @@ from oomdoctor.sandbox.copies import one_sentence
 from oomdoctor.sandbox.primitives import is_short_of_memory
 from oomdoctor.sandbox.restrictions import forbid
 from oomdoctor.trial.cut import Enough, Progress, cut_loaders, cut_loops
-from oomdoctor.trial.later_steps import Values, otherwise
+from oomdoctor.trial.later_steps import Values
 from oomdoctor.trial.setup import Stage, read_back
 
 _LAST: Final = f"{HOOK_PREFIX}last"
@@ -89,8 +89,7 @@ class Terms:
         large: end at the first forward of a module whose parameters have more numbers than that.
         ticks: how far each reading of the clock moves it on.
         turns: that each loop makes at least.
-        notes: look for what may come to another value in later steps.
-        still: expressions that do so, with the value that they had; ``since``: from so many steps on.
+        turned: expressions that come to another value, with the one that they had; ``since``: from so many steps on.
     """
 
     rows: int
@@ -104,8 +103,7 @@ class Terms:
     large: int | None = None
     ticks: int = 1
     turns: int = 0
-    notes: bool = False
-    still: frozenset[tuple[Site, Any]] = frozenset()
+    turned: frozenset[tuple[Site, Any]] = frozenset()
     since: int = 0
 
 
@@ -132,11 +130,14 @@ def run(session: Session, stage: Stage, attempt: Attempt, terms: Terms) -> End:
         _leave_autocast_off()
     progress.count()
     progress.drawn = cut_loaders(terms.rows)
-    values, still = Values(progress.drawn, terms.rows, lambda: progress.steps < terms.steps), dict(terms.still)
-    if terms.notes:
-        cut_loops(progress, values.note)
-    else:
-        cut_loops(progress, lambda at, value: otherwise(at, value, still) if progress.steps >= terms.since else value)
+    values = Values(
+        terms.rows,
+        progress.drawn,
+        dict(terms.turned),
+        is_first=lambda: progress.steps < terms.steps,
+        is_later=lambda: progress.steps >= terms.since,
+    )
+    cut_loops(progress, values.pass_on if terms.turns else lambda _site, value: value)
     if terms.nudged:
         nudge = _Nudge(_COARSE if terms.is_coarse else 0.0, terms.nudged)
         nudge(stage.parameters)

@@ -232,6 +232,8 @@ def test_what_cannot_be_told_is_an_error(draw: Callable[[Any], Any], why: str) -
 def test_without_a_tensor_there_is_no_batch() -> None:
     with pytest.raises(UsageError, match="no tensor"):
         next(iter(batch_parts(2, "text")))
+    with pytest.raises(UsageError, match="one row in dimension 1"):
+        next(batch_parts(2, torch.zeros(8, 1, 4), dim=1))
 
 
 def test_a_batch_is_cut_where_each_tensor_has_it_and_joined_again() -> None:

@@ -6,11 +6,12 @@ import builtins
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from oomdoctor.program.compiled import LoopHooks, compile_hooked, install_hooks
-from oomdoctor.trial.later_steps import Values, otherwise, shown
+from oomdoctor.trial.later_steps import Values, shown
 
 ROWS = 13
 
@@ -24,8 +25,8 @@ def _restored() -> Iterator[None]:
 
 
 def still(program: str, **names: Any) -> dict[str, Any]:
-    values = Values([64], ROWS)
-    install_hooks(LoopHooks(value=values.note))
+    values = Values(ROWS, [64])
+    install_hooks(LoopHooks(value=values.pass_on))
     exec(compile_hooked(program, "<cell>"), names)
     return {site.text: value for site, value in values.still().items()}
 
@@ -71,18 +72,31 @@ def test_what_stands_still_with_all_that_it_is_made_of_stays() -> None:
     assert still(program, x=torch.zeros(8, 2)) == {}
 
 
+def test_what_is_asserted_or_raised_for_is_no_step_to_come() -> None:
+    program = "for i in range(2):\n    assert i < 9\n    if i > 9:\n        raise ValueError(i)\n    late = i > 9\n"
+    assert still(program) == {"i > 9": False}
+    assert still(program.replace("late = i > 9", "late = 0")) == {}
+
+
 def test_the_condition_of_a_while_loop_is_no_condition_of_its_steps() -> None:
     assert still("step = 0\nwhile step < 3:\n    step += 1\n") == {}
 
 
 def test_later_steps_turn_conditions_round_and_weigh_by_one() -> None:
-    program = "for i in range(2):\n    late, weight, no = i > 5, max(0.0, i - 5.0), torch.isnan(loss * i)\n"
-    values = Values([], ROWS)
-    install_hooks(LoopHooks(value=values.note))
-    names: dict[str, Any] = {"torch": torch, "loss": torch.tensor(1.0)}
+    program = """
+for i in range(2):
+    late, weight, bad = i > 5, max(0.0, i - 5.0), torch.isnan(loss * i)
+    table, tensor, many = tables[0][i], tables[1][i], np.bool_(i > 7)
+"""
+    tables = np.zeros(9, np.float32), torch.zeros(9)
+    names: dict[str, Any] = {"torch": torch, "np": np, "loss": torch.tensor(1.0), "tables": tables}
+    values = Values(ROWS)
+    install_hooks(LoopHooks(value=values.pass_on))
     exec(compile_hooked(program, "<cell>"), names)
     found = values.still()
-    assert shown(found) == "`i > 5`, `max(0.0, i - 5.0)`, `torch.isnan(loss * i)`"
-    install_hooks(LoopHooks(value=lambda site, value: otherwise(site, value, found)))
+    assert shown(found) == "`i > 5`, `max(0.0, i - 5.0)`, `torch.isnan(loss * i)` and 4 more"
+    install_hooks(LoopHooks(value=Values(ROWS, turned=found).pass_on))
     exec(compile_hooked(program, "<cell>"), names)
-    assert (names["late"], names["weight"], bool(names["no"])) == (True, 1.0, True)
+    assert (names["late"], names["weight"], bool(names["bad"])) == (True, 1.0, True)
+    assert (names["table"], names["table"].dtype, names["tensor"].item()) == (1.0, np.float32, 1.0)
+    assert names["many"] == np.True_
