@@ -2,6 +2,9 @@
 
 Not a film: nothing here knows how the story ends. A cell that was not healed, or that left another state than a
 second, fresh kernel reaches which runs the changed cells without oomdoctor, makes the command fail.
+
+nbclient runs the notebook. It is told which kernel to start: the one of ``sys.executable``, whatever kernels are
+installed under the name that the notebook asks for, and with none of the user's IPython configuration.
 """
 
 from __future__ import annotations
@@ -9,11 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
+import tempfile
+import textwrap
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -23,15 +30,59 @@ from rich.text import Text
 
 from oomdoctor.errors import NotAvailable, OomDoctorError
 from oomdoctor.language import say
-from oomdoctor.model.fix import Patch
+from oomdoctor.model.fix import Edit, Patch
 
 if TYPE_CHECKING:
+    from nbclient import NotebookClient
     from nbformat import NotebookNode
 
-    from oomdoctor.cli.demo_kernel import CellEnd
 
 _NOTEBOOK: Final = "01_first_oom.ipynb"
 _TOLD: Final = ("model", "optimizer", "losses", "(random number generators)")
+_CELL_TIMEOUT_S: Final = 600
+_SETTINGS: Final = {
+    # Without it debugpy, which ipykernel loads, prints a warning about frozen modules.
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    # Threads that wait for work let the processor to others: the child that makes a forecast is another process.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+_SHOWN_FIXES: Final = 4
+_WIDTH: Final = 72
+_PROBE: Final = "__import__('oomdoctor.cli.demo', fromlist=['read']).read(globals()).encode().hex()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the kernel told after a cell.
+
+    Attributes:
+        number: of the last failure, 0 where there was none; ``case``: its JSON form.
+        diagnosis: what of it is told in the words of the notebook; ``notice``: how it ended, nothing before it has.
+        edits: of the cells that the fix in place changes.
+    """
+
+    number: int = 0
+    case: dict[str, Any] | None = None
+    diagnosis: str = ""
+    notice: str = ""
+    edits: tuple[Edit, ...] = ()
+    losses: tuple[float, ...] = ()
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def healed(self) -> bool:
+        """Whether the last failure was healed."""
+        return self.case is not None and self.case["outcome"]["kind"] == "healed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEnd:
+    """A code cell that was run. ``error`` is the exception's name and message, None where it answered ok."""
+
+    cell: NotebookNode
+    elapsed_s: float
+    error: str | None
+    reading: Reading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +153,6 @@ async def _demo(output: Path, console: Console) -> dict[str, Any]:
 
 async def _told_run(notebook: NotebookNode, output: Path, console: Console, *, tells_cases: bool) -> list[CellEnd]:
     """Run ``notebook`` and print each cell as it ends; on a terminal, a spinner shows which one is running."""
-    from oomdoctor.cli.demo_kernel import run_notebook
-
     told = (0, "")
 
     def tell(end: CellEnd) -> None:
@@ -120,7 +169,9 @@ async def _told_run(notebook: NotebookNode, output: Path, console: Console, *, t
             if end.reading.healed and (patch := Patch(edits=end.reading.edits)).edits:
                 names = " and ".join(edit.name for edit in patch.edits)
                 change = f"{say(f'The change of {names}:')}\n{patch.diff()}"
-                console.print(Text(indent(change, " " * 6)), soft_wrap=True)  # a line that is broken is none of a diff
+                console.print(
+                    Text(textwrap.indent(change, " " * 6)), soft_wrap=True
+                )  # a line that is broken is none of a diff
 
     with console.status(say("The kernel starts …")) as status:
         return await run_notebook(
@@ -222,3 +273,104 @@ def _write(notebook: NotebookNode, output: Path) -> tuple[Path, Path]:
     nbformat.write(notebook, executed)
     html.write_text(page, encoding="utf-8")
     return executed, html
+
+
+async def run_notebook(
+    notebook: NotebookNode,
+    *,
+    directory: Path,
+    on_start: Callable[[NotebookNode], None],
+    on_end: Callable[[CellEnd], None],
+) -> list[CellEnd]:
+    """Run the code cells of ``notebook`` in a fresh kernel and put their outputs into it, also when this raises.
+
+    Raises:
+        OomDoctorError: a cell failed that is not tagged ``raises-exception``, or the kernel died.
+    """
+    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    class ThisInterpreter(KernelSpecManager):
+        def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+            return KernelSpec(argv=argv, display_name=kernel_name, language="python")
+
+    ends: list[CellEnd] = []
+    running: list[tuple[NotebookNode, float]] = []
+
+    def started(cell: NotebookNode, cell_index: int) -> None:
+        running.append((cell, time.perf_counter()))
+        on_start(cell)
+
+    async def ended(cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        elapsed_s, reply = time.perf_counter() - running[-1][1], execute_reply["content"]
+        error = f"{reply['ename']}: {_first_line(reply['evalue'])}" if reply["status"] == "error" else None
+        ends.append(CellEnd(cell=cell, elapsed_s=elapsed_s, error=error, reading=await _read(client)))
+        on_end(ends[-1])
+
+    manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter())
+    hooks = {"on_cell_execute": started, "on_cell_executed": ended}
+    client = NotebookClient(notebook, km=manager, timeout=_CELL_TIMEOUT_S, shutdown_kernel="immediate", **hooks)
+    with tempfile.TemporaryDirectory(prefix="oomdoctor-demo-") as profile:
+        settings = {**_SETTINGS, **os.environ, "IPYTHONDIR": profile}
+        try:
+            await client.async_execute(cwd=str(directory), env=settings, cleanup_kc=True)
+        except CellExecutionError as failure:
+            raise OomDoctorError(f"the cell {ends[-1].cell.id!r} failed: {ends[-1].error}") from failure
+        except (CellTimeoutError, DeadKernelError) as failure:
+            told = f"the cell {running[-1][0].id!r} did not end: {_first_line(str(failure))}"
+            raise OomDoctorError(told) from failure
+    return ends
+
+
+async def _read(client: NotebookClient) -> Reading:
+    """Read the kernel's state by an expression evaluated beside the cells: no cell is run and none is counted."""
+    if client.kc is None:
+        raise OomDoctorError("the kernel is gone")
+    message = client.kc.execute("", silent=True, store_history=False, user_expressions={"reading": _PROBE})
+    reply = await client.async_wait_for_reply(message)
+    if reply is None:
+        raise OomDoctorError("the kernel did not answer")
+    told = reply["content"]["user_expressions"]["reading"]
+    if told["status"] != "ok":
+        raise OomDoctorError(f"the kernel's state could not be read: {told['ename']}: {told['evalue']}")
+    values = json.loads(bytes.fromhex(told["data"]["text/plain"].strip("'")))
+    edits = tuple(map(Edit.from_plain, values.pop("edits", ())))
+    return Reading(edits=edits, losses=tuple(values.pop("losses")), **values)
+
+
+def _first_line(text: str) -> str:
+    return textwrap.shorten(text.strip().partition("\n")[0], 100, placeholder=" …")
+
+
+def read(namespace: dict[str, Any]) -> str:
+    """Return a ``Reading`` of ``namespace`` as JSON; this runs in the kernel, and changes nothing there."""
+    from oomdoctor.objects.leaves import state_digests
+
+    return json.dumps({**_last_case(), "losses": namespace.get("losses", []), "digests": state_digests(namespace)})
+
+
+def _last_case() -> dict[str, Any]:
+    # A kernel in which nothing has failed, or without the extension, has not loaded the pipeline, and need not.
+    pipeline = sys.modules.get("oomdoctor.pipeline")
+    case = pipeline.last_case() if pipeline is not None else None
+    if case is None:
+        return {}
+    from oomdoctor.model.case import OutcomeKind
+    from oomdoctor.views import text
+    from oomdoctor.views.diagnosis import causes, headline
+    from oomdoctor.views.document import GAP, Fixes, Line
+    from oomdoctor.views.outcome import aftermath
+    from oomdoctor.views.prices import fix_rows
+
+    told = Line(headline(case.incident, case.evidence)), GAP, causes(case.findings[:1])
+    patch = next((one.patch for one in reversed(case.plan.candidates) if one.label in case.outcome.fixes), None)
+    return {
+        "number": case.number,
+        "case": case.to_dict(),
+        "diagnosis": text.render((*told, Fixes(fix_rows(case.plan)[:_SHOWN_FIXES])), width=_WIDTH),
+        "notice": "" if case.outcome.kind is OutcomeKind.OFFERED else text.render((aftermath(case),), width=_WIDTH),
+        "edits": [asdict(edit) for edit in getattr(patch, "edits", ())],
+    }

@@ -28,6 +28,7 @@ from traitlets.config import Config
 from oomdoctor.errors import UsageError
 from oomdoctor.language import say
 from oomdoctor.model.case import OutcomeKind
+from oomdoctor.objects.frames import steps_of
 from oomdoctor.program.compiled import source_of
 
 _FAILED: Final = 1
@@ -227,7 +228,5 @@ class ScriptShell(InteractiveShell):
 
     def _of_script(self, frames: TracebackType | None) -> TracebackType | None:
         """Return the traceback from the script's first line on, without what ran the script; None if it has none."""
-        first = frames
-        while first is not None and first.tb_frame.f_code.co_filename != str(self.script):
-            first = first.tb_next
-        return first
+        own = (step for step in steps_of(frames) if step.tb_frame.f_code.co_filename == str(self.script))
+        return next(own, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -33,10 +33,10 @@ from oomdoctor.model.session import Accelerator, Session
 from oomdoctor.model.sizes import MIB
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects import jittor
-from oomdoctor.objects.alive import alive
 from oomdoctor.objects.children import elements_of
 from oomdoctor.objects.frames import (
     chained,
+    earlier_errors,
     frames_of,
     home_of,
     leads_nowhere,
@@ -180,28 +180,6 @@ def _program(
     )
 
 
-def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
-    """Return the errors of before that went through a cell and are alive, that last shown first.
-
-    The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
-    freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
-    garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
-    and no name leads from them to their frames. So at a failure, ``exc``, all that the collector knows are looked
-    through; without one, only what was last shown is looked at.
-    """
-    own = {id(link) for link in chained(exc)}
-    found: dict[int, BaseException] = {}
-    last: Any = getattr(sys, "last_value", None)
-    if issubclass(type(last), BaseException) and id(last) not in own:
-        found[id(last)] = last
-    for error in alive(BaseException) if exc is not None else ():
-        if id(error) not in own and any(
-            step.tb_frame.f_code.co_filename in filenames for step in steps_of(traceback_of(error))
-        ):
-            found.setdefault(id(error), error)
-    return tuple(found.values())
-
-
 def unlooked() -> Evidence:
     """Return what is known where nothing could be looked at: what the limits say, if that much."""
     memory = DeviceMemory(name="cpu", tensor_device="cpu", total=_SHORT, free=_SHORT, allocated=_SHORT, reserved=_SHORT)
@@ -335,7 +313,8 @@ class _Search:
             sized = list(compress(fresh, map(_SIZED.__contains__, keys))) if self._of_variable is None else []
             own += sum(map(sys.getsizeof, sized))
             objects += len(sized)
-            arrays_of = _keys(classes, _ARRAYS) if self._of_variable is None else _variables(classes)
+            variables = {key for key, cls in classes.items() if jittor.is_var(cls)}
+            arrays_of = _keys(classes, _ARRAYS) if self._of_variable is None else variables
             met = list(compress(fresh, map(arrays_of.__contains__, keys)))
             for size in map(self._of_variable or self._of_array, met):
                 in_arrays += size
@@ -393,10 +372,6 @@ class _Search:
             ours = [one for one in gc.get_referrers(*PLAIN) if id(type(one)) in plain]
             self._of_tensors = frozenset(begin_of(one) for one in ours if one.is_cpu and one.layout is torch.strided)
         return self._of_tensors
-
-
-def _variables(classes: dict[int, type]) -> set[int]:
-    return {key for key, cls in classes.items() if jittor.is_var(cls)}
 
 
 def _keys(classes: dict[int, type], kinds: frozenset[Kind]) -> set[int]:

@@ -11,7 +11,7 @@ import math
 from itertools import combinations
 from typing import Final
 
-from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Parts
+from oomdoctor.forecast.dose_search import Change, Part, Parts
 from oomdoctor.forecast.dry_run_result import Reading
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.plan import Forecast
@@ -68,17 +68,17 @@ class Combinations:
             change = self._of_two(pair, 1, peak)
             alike = [done for done in self._changes if done.fixes == change.fixes]
             is_known = any(done.told or done.breaks or done.refused is not None for done in alike)
-            if change.effect in KEEPING and not is_known and not isinstance(change.attempt(0), Refused):
+            if change.effect.keeps_results and not is_known and not isinstance(change.attempt(0), Refused):
                 change.why, change.is_last = why, True
                 self._changes.append(change)
                 return
 
     def set_allocator_beside(self) -> None:
         """Put settings of the allocator beside the mildest dose for which they are enough, if nothing is without."""
-        if any(change.search.found is not None and change.effect in KEEPING for change in self._changes):
+        if any(change.search.found is not None and change.effect.keeps_results for change in self._changes):
             return
         for change, index, reading in sorted(self._readings, key=lambda one: (one[0].place, one[1])):
-            if change.effect in KEEPING and index in change.told:
+            if change.effect.keeps_results and index in change.told:
                 self.set_allocator(change.doses[index], reading, change.told[index])
         self._readings.clear()
 
@@ -111,18 +111,18 @@ class Combinations:
         }
         saving = [change for change in self._changes if left.get(change.place, 1.0) < _SAVES]
         saving.sort(key=lambda one: left[one.place])
-        keeping = [change for change in saving if change.effect in KEEPING][:_PAIRED]
+        keeping = [change for change in saving if change.effect.keeps_results][:_PAIRED]
         pairs = dict.fromkeys([*combinations(keeping, 2), *combinations(saving[:_PAIRED], 2)])
 
         def order(pair: tuple[Change, Change]) -> tuple[bool, float]:
-            return not all(one.effect in KEEPING for one in pair), left[pair[0].place] * left[pair[1].place]
+            return not all(one.effect.keeps_results for one in pair), left[pair[0].place] * left[pair[1].place]
 
         return sorted(pairs, key=order)
 
 
 def _beats(done: Change, pair: tuple[Change, Change]) -> bool:
-    keeps = all(one.effect in KEEPING for one in pair)
-    return done.search.found is not None and (done.effect in KEEPING or not keeps)
+    keeps = all(one.effect.keeps_results for one in pair)
+    return done.search.found is not None and (done.effect.keeps_results or not keeps)
 
 
 def _steps_of_two(first: Change, second: Change) -> list[Parts]:

@@ -96,7 +96,8 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
 
     def turns(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[tuple[int, ...]]:
         """Return what an operation on the device takes from its allocator for itself. See ``device_scratch``."""
-        if not any(map(_lies_there, (*args[:2], out))):
+        fakes = (one for one in (*args[:2], out) if isinstance(one, FakeTensor))
+        if not any(fake.fake_device.type == "cuda" for fake in fakes):
             return []
         self.workspaces.follow(func)
         return scratch(self.card, func, args, kwargs, out)
@@ -104,10 +105,6 @@ class DeviceTracker(Tracker):  # type: ignore[no-untyped-call]
 
 def _place(frame: FrameType) -> tuple[CodeType, int, int]:
     return frame.f_code, id(frame), frame.f_lasti
-
-
-def _lies_there(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
 def emulate(tracker: DeviceTracker) -> None:

@@ -25,7 +25,6 @@ _POINTED: Final = 3
 """Questions that go where the estimate points; those after them halve what is left."""
 _WAYS: Final = 3
 """Ways to write one change that have a dry run, where it breaks in each before."""
-KEEPING: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _EFFECTS: Final = tuple(Effect)
 
 

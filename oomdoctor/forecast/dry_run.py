@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from dataclasses import replace
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -43,6 +43,7 @@ from oomdoctor.forecast.roles import Alive, ModuleCalls, follow_roles, live_stor
 from oomdoctor.forecast.stand_ins import replace_all
 from oomdoctor.forecast.tracker import Tracker
 from oomdoctor.model.session import Attempt
+from oomdoctor.objects.frames import steps_of
 from oomdoctor.program.compiled import statement_lines
 from oomdoctor.sandbox.attempt import compile_cell, execute, in_place
 from oomdoctor.sandbox.copies import one_sentence
@@ -294,12 +295,7 @@ def _comes_of_cutting(error: BaseException, loops: LoopModel) -> bool:
 
 
 def _failure(error: BaseException) -> str:
-    line = None
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == CELL:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    where = f" at line {line}" if line is not None else ""
+    lines = [step.tb_lineno for step in steps_of(error.__traceback__) if step.tb_frame.f_code.co_filename == CELL]
+    where = f" at line {lines[-1]}" if lines else ""
     why = f": {CANNOT_BE_READ}" if is_severed(error) else ""
     return f"the dry run of the cell stopped{where} with {one_sentence(error)}{why}"

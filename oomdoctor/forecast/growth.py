@@ -13,12 +13,11 @@ of them, is left as it is. What the others only pass through is not followed: th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from oomdoctor.allocator.replay import Event
-
+Event: TypeAlias = tuple[Literal["alloc"], Hashable, int] | tuple[Literal["free"], Hashable]
+"""``("alloc", id, nbytes)`` or ``("free", id)``."""
 _SCALES: Final = 4
 """So many times as large may what an iteration frees be as what stands for it in another one, of a longer batch."""
 _MOST_BLOCKS: Final = 20_000
@@ -127,12 +126,10 @@ class Growth:
         for event in stretch:
             if event[0] == "alloc" and event[2] and event[1] not in freed:
                 names[event[2]].append(event[1])
-        passing = _passing({size: len(of_size) for size, of_size in names.items()}, self._sizes_of(freed - own))
+        sizes = Counter(self._sizes.get(name, 0) for name in freed - own)
+        passing = _passing({size: len(of_size) for size, of_size in names.items()}, sizes)
         piled = {size: len(of_size) - passing[size] for size, of_size in names.items() if len(of_size) > passing[size]}
         return names, passing, piled
-
-    def _sizes_of(self, names: Iterable[Hashable]) -> Counter[int]:
-        return Counter(self._sizes.get(name, 0) for name in names)
 
 
 def _passing(kept: Mapping[int, int], freed: Counter[int]) -> Counter[int]:

@@ -176,7 +176,7 @@ class Ledger:
             self._allocate(entry, None)
         elif entry.bytes != nbytes:
             role = self.note(entry.number).role
-            self._free(entry)
+            self.give_back(entry)
             entry.bytes = nbytes
             self._allocate(entry, role)
 
@@ -185,10 +185,6 @@ class Ledger:
         entry = _Entry(0, nbytes)
         self._allocate(entry, role)
         return entry
-
-    def give_back(self, taken: _Entry) -> None:
-        """Count no longer what ``take`` has returned."""
-        self._free(taken)
 
     def has_risen(self, level: int) -> bool:
         """Whether much more is alive than there was at ``level``."""
@@ -213,7 +209,7 @@ class Ledger:
     def _end(self, key: int) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._free(entry)
+            self.give_back(entry)
 
     def _allocate(self, entry: _Entry, role: Role | None) -> None:
         line, statement = (None, None) if self.begun is None else _place()
@@ -225,7 +221,8 @@ class Ledger:
         if self.live > self.peak:
             self.peak, self.raised_at, self.peak_at = self.live, self.clock, len(self.events)
 
-    def _free(self, entry: _Entry) -> None:
+    def give_back(self, entry: _Entry) -> None:
+        """Count an entry no longer."""
         number, entry.number = entry.number, 0
         if number:
             self.events.append(("free", number))

@@ -80,7 +80,8 @@ class Fetching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def fetched(self, batch: Any) -> _Fetched:
         """Return a batch with what was alive beside it; what a data set makes and keeps is counted from now on."""
         beside = self._ledger.peak - self._ledger.live
-        own = {self._ledger.number_of(tensor.untyped_storage()) for tensor in _strided(batch)}
+        strided = (tensor for tensor in _tensors(batch) if tensor.layout is torch.strided)
+        own = {self._ledger.number_of(tensor.untyped_storage()) for tensor in strided}
         for number, storage in self._ledger.alive():
             if number not in own:
                 self._host.hold(storage)
@@ -102,10 +103,6 @@ class _Fetched(NamedTuple):
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _strided(batch: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors(batch) if tensor.layout is torch.strided]
 
 
 def _bytes(batch: Any) -> int:

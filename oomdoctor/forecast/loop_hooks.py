@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from traceback import walk_stack
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,13 +75,11 @@ def follow_loops(loops: LoopModel, ledger: Ledger, scalars: Scalars) -> None:
 def asker() -> Asker:
     """Return who runs the code that calls this, past torch and ourselves."""
     found: Asker | None = None
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is _NEXT:
             return Asker.LOOP
         if found is None and str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PASSED_OVER:
             found = Asker.CODE if frame.f_code.co_filename in asking else Asker.LIBRARY
-        frame = frame.f_back
     return found or Asker.LIBRARY
 
 

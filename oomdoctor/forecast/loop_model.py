@@ -27,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -342,14 +343,12 @@ class KeptLists:
 
     def _named(self) -> Iterator[Any]:
         yield from list(self._namespace.values())
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED and self._is_users(frame):
                 found = frame.f_locals
                 yield from list(found.values())
                 if type(found) is dict:  # before Python 3.13 the frame keeps this copy, and so what its variables were
                     found.clear()
-            frame = frame.f_back
 
 
 def _fills_up(items: deque[Any]) -> bool:

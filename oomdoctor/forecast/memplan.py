@@ -30,6 +30,7 @@ from oomdoctor.model.session import Accelerator, Attempt, Session
 from oomdoctor.model.sizes import MIB
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.objects.alive import alive
+from oomdoctor.sandbox.restrictions import do_nothing
 
 if TYPE_CHECKING:
     from oomdoctor.sandbox.card import Card as Device
@@ -138,11 +139,7 @@ def _state_bytes(facts: OptimizerFacts) -> int:
 
 
 def _price(session: Session, source: str, *, budget: int | None, timeout_s: float) -> Forecast:
-    return price(session, [Attempt(source=source)], budget=budget, prepare=_nothing, timeout_s=timeout_s)[0]
-
-
-def _nothing() -> None:
-    """Bring back the start of the cell, which has not begun."""
+    return price(session, [Attempt(source=source)], budget=budget, prepare=do_nothing, timeout_s=timeout_s)[0]
 
 
 def _on_cards(
@@ -188,7 +185,9 @@ def _plan(
     if forecast.peak is None or fit.verdict not in (Verdict.TOO_LARGE, Verdict.BORDERLINE):
         return None
     incident, expected = _expected(session, forecast, ahead())
-    return make_plan(session, incident, expected, fixes, budget=forecast.budget, prepare=_nothing, time_budget_s=time_s)
+    return make_plan(
+        session, incident, expected, fixes, budget=forecast.budget, prepare=do_nothing, time_budget_s=time_s
+    )
 
 
 def _expected(session: Session, forecast: Forecast, evidence: Evidence) -> tuple[Incident, Evidence]:
@@ -254,7 +253,7 @@ def evidence_ahead(
     def work(dry_runs: DryRuns) -> Iterator[Evidence]:
         yield _followed(session, collect, level, dry_runs.card, timeout_s)
 
-    runs = DryRuns(session, _nothing, budget=None, timeout_s=timeout_s, workers=1, card=card)
+    runs = DryRuns(session, do_nothing, budget=None, timeout_s=timeout_s, workers=1, card=card)
     return next((answer for answer in runs.in_copy(work).wait() if isinstance(answer, Evidence)), None)
 
 
@@ -270,7 +269,7 @@ def _followed(session: Session, collect: Collect, level: int, card: Device | Non
     failure = _Full("the cell is at its peak")
     _fail_at(level, failure)
     cached = session.accelerator.read().simulated
-    start = dry_run.bring_back(_nothing, session.namespace, card)
+    start = dry_run.bring_back(do_nothing, session.namespace, card)
     attempt = Attempt(source=session.cells.failing.source)
     reading = dry_run.run(session, attempt, start, budget=None, cached=cached, card=card, time_s=timeout_s)
     exc = failure if failure.__traceback__ is not None else None

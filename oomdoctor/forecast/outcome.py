@@ -10,27 +10,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from oomdoctor.allocator.caching import CachingAllocator
-from oomdoctor.allocator.replay import Replay, replay
+from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
 from oomdoctor.allocator.settings import SMALL_BUFFER
 from oomdoctor.forecast.dry_run_result import BASIS, ON_CARD, Reading, Settings
-from oomdoctor.forecast.growth import Growth
+from oomdoctor.forecast.growth import Event, Growth
 from oomdoctor.forecast.values import unbounded, uncertain_bytes
 from oomdoctor.model.memory import LASTING, Role
 from oomdoctor.model.plan import Course, Forecast
 from oomdoctor.model.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from oomdoctor.allocator.blocks import Block
     from oomdoctor.allocator.settings import AllocatorSettings
     from oomdoctor.forecast.cost import Meter
     from oomdoctor.forecast.live_storages import Layout, Ledger, Note
     from oomdoctor.forecast.loop_model import LoopModel
     from oomdoctor.forecast.tracker import Tracker
     from oomdoctor.sandbox.card import Card
+
 
 _POINTS: Final = 256
 _MANY: Final = 10_000
@@ -291,3 +292,43 @@ def _points(ledger: Ledger) -> list[tuple[int, int, int | None]]:
         elif level > points[-1][1]:
             points[-1] = begun + index + 1, level, line
     return points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a sequence of allocations comes to.
+
+    Attributes:
+        peak_allocated: bytes, the high-water mark with what was allocated before it; likewise ``peak_reserved``.
+        failed_at: index of the event that found no room, where the replay ended; None if all of it fits.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    failed_at: int | None
+
+
+def replay(
+    events: Iterable[Event], allocator: CachingAllocator, blocks: Mapping[Hashable, Block | None] | None = None
+) -> Replay:
+    """Run ``events`` through an allocator, to their end or to the first request that does not fit.
+
+    Args:
+        events: in order. A free of an unknown id is passed over.
+        allocator: may hold what was there before; it is used up.
+        blocks: those of ``allocator`` that the events may free, by id; None for what is not to be freed. An allocation
+            of one of these ids is passed over: it is there.
+    """
+    allocator.reset_peak()
+    live, failed_at = dict[Any, Any](blocks or {}), None
+    there = frozenset(live)
+    for index, event in enumerate(events):
+        if event[0] == "free":
+            allocator.free(live.pop(event[1], None))
+        elif event[1] not in there:
+            try:
+                live[event[1]] = allocator.malloc(event[2])
+            except OutOfSpace:
+                failed_at = index
+                break
+    return Replay(peak_allocated=allocator.peak_allocated, peak_reserved=allocator.peak_reserved, failed_at=failed_at)

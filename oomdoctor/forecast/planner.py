@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oomdoctor.errors import ForecastError
 from oomdoctor.forecast.attempts import unfixed
 from oomdoctor.forecast.combinations import Combinations
-from oomdoctor.forecast.dose_search import KEEPING, Change, Part, Supposed, taken_at_its_word
+from oomdoctor.forecast.dose_search import Change, Part, Supposed, taken_at_its_word
 from oomdoctor.forecast.dry_run_result import Reading, late
 from oomdoctor.forecast.live_storages import allocator_settings
 from oomdoctor.model.evidence import Evidence
@@ -130,7 +130,7 @@ class Planner:
         Of those that nobody can say it of, what would fit if no more were needed than is known of comes first, and
         last an estimate that would not fit even if it were as far too high as such estimates are.
         """
-        keeps = candidate.effect in KEEPING
+        keeps = candidate.effect.keeps_results
         return (
             candidate.breaks,
             _VERDICTS.index(candidate.forecast.verdict),
@@ -179,9 +179,9 @@ class Planner:
         known = self._supposed(unchanged) or (unchanged, scale)
         while True:
             # Before a retry, those that keep the results come first, also where they wait for what is measured.
-            waits = self._is_hurried and any(one.effect in KEEPING and one.is_open for one in self._changes)
+            waits = self._is_hurried and any(one.effect.keeps_results and one.is_open for one in self._changes)
             for change in sorted(self._changes, key=self._promise):
-                if waits and change.effect not in KEEPING:
+                if waits and not change.effect.keeps_results:
                     continue
                 if not self._is_settled(change) and (asked := change.ask(*known)) is not None:
                     return change, *asked
@@ -193,7 +193,7 @@ class Planner:
         """Return a dose to forecast beside the one that is awaited, where a processor would wait with the user."""
         is_early = self._unchanged is None or not self._is_hurried
         for change in () if is_early else sorted(self._changes, key=self._promise):
-            if change.refused is None and change.effect in KEEPING and (asked := change.ask_ahead()) is not None:
+            if change.refused is None and change.effect.keeps_results and (asked := change.ask_ahead()) is not None:
                 return change, *asked
         return None
 
@@ -202,7 +202,7 @@ class Planner:
 
         No leak is open then, and nothing that keeps them too, may fit, and promises much less time.
         """
-        keeping = [one for one in self._changes if one.effect in KEEPING]
+        keeping = [one for one in self._changes if one.effect.keeps_results]
         found = [one for one in keeping if one.search.found is not None and self._is_mildest(one)]
         if not found or any(not self._is_settled(one) and self._leaks.intersection(one.fixes) for one in keeping):
             return False
@@ -236,7 +236,7 @@ class Planner:
         if change.refused is not None:
             return (True,)
         candidate = self._known(change)
-        is_first = _may_fit(candidate.forecast) and (candidate.effect in KEEPING or self._frees_leak(candidate))
+        is_first = _may_fit(candidate.forecast) and (candidate.effect.keeps_results or self._frees_leak(candidate))
         return (not is_first, *self._rank(candidate), change.place)
 
     # What is answered -------------------------------------------------------------------------------------------
@@ -323,11 +323,10 @@ class Planner:
             if not change.search.over and change.refused is None and change.why is None:
                 change.why = _ENOUGH if self._has_healer() and self._is_hurried else late(self.time_budget_s)
         self._combinations.set_allocator_beside()
-        if self._unchanged.peak is not None and not any(map(self._may_heal, self._changes)):
+        known = ((one, self._known(one).forecast) for one in self._changes if one.is_offered)
+        may_heal = any(one.effect.keeps_results and _may_fit(forecast) for one, forecast in known)
+        if self._unchanged.peak is not None and not may_heal:
             self._combinations.offer_unpriced(self._unchanged.peak, late(self.time_budget_s))
-
-    def _may_heal(self, change: Change) -> bool:
-        return change.is_offered and change.effect in KEEPING and _may_fit(self._known(change).forecast)
 
     # What the cell needs unchanged ------------------------------------------------------------------------------
 

@@ -176,8 +176,7 @@ def _follow_detach(tracker: Tracker) -> None:
             note.detached = True
         return detach(tensor)
 
-    cls: Any = torch.Tensor
-    cls.detach = noted
+    _torch.Tensor.detach = noted
 
 
 def _follow_backward(tracker: Tracker) -> None:
@@ -269,7 +268,7 @@ class ModuleCalls:
         """Have all modules tell of their calls: a part that is called by itself belongs to a model with a name."""
         for _, model in models:
             self._name(model)
-        plain: Any = torch.nn.Module._call_impl
+        plain = _torch.nn.Module._call_impl
 
         def followed(module: Any, *args: Any, **kwargs: Any) -> Any:
             if module not in self._places:
@@ -291,8 +290,7 @@ class ModuleCalls:
                     note.out_of = note.out_of | {place}
             return out
 
-        cls: Any = torch.nn.Module
-        cls._call_impl = followed
+        _torch.nn.Module._call_impl = followed
 
     def _name(self, model: Any) -> None:
         """Name the parts of a model that were not named as those of another one."""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from oomdoctor.forecast.loaders import replace_loaders
 from oomdoctor.forecast.tracker import raw_data
 from oomdoctor.model.memory import Role
-from oomdoctor.sandbox.restrictions import keep_to_itself
+from oomdoctor.sandbox.restrictions import do_nothing, keep_to_itself
 
 if TYPE_CHECKING:
     from oomdoctor.forecast.loop_model import LoopModel
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # The modules as things whose attributes may be assigned.
 _torch: Any = torch
+_Fake: Any = FakeTensor
 
 _OWN: Final = __name__.partition(".")[0]
 
@@ -55,10 +56,6 @@ def replace_all(tracker: Tracker, loops: LoopModel, shell: Any) -> None:
     keep_to_itself(shell)
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing."""
-
-
 def _follow_training(loops: LoopModel) -> None:
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: loops.stepped(optimizer))
     init, backward = Optimizer.__init__, torch.autograd.backward
@@ -74,19 +71,17 @@ def _follow_training(loops: LoopModel) -> None:
         finally:
             loops.backward_ended()
 
-    cls: Any = Optimizer
-    cls.__init__ = counted_init
+    _torch.optim.Optimizer.__init__ = counted_init
     _torch.autograd.backward = counted_backward
 
 
 def _scale_gradients() -> None:
     """Let a scaler take every step: whether a gradient is finite is not known here, and a step not taken shows less."""
-    scaler: Any = torch.amp.GradScaler
 
     def step(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
-    scaler._maybe_opt_step = step
+    _torch.amp.GradScaler._maybe_opt_step = step
 
 
 def _read_values(tracker: Tracker) -> None:
@@ -104,7 +99,7 @@ def _read_values(tracker: Tracker) -> None:
                 array = np.ones(tuple(tensor.shape), torch.empty(0, dtype=tensor.dtype).numpy().dtype)
             if values is not tensor:  # a true array would share the tensor's memory, and keep it alive
                 fake = tensor if isinstance(tensor, FakeTensor) else tracker.twin(tensor)
-                weakref.finalize(array, _nothing, fake.untyped_storage())
+                weakref.finalize(array, do_nothing, fake.untyped_storage())
         return array
 
     def as_list(tensor: torch.Tensor) -> Any:
@@ -118,8 +113,7 @@ def _read_values(tracker: Tracker) -> None:
     def formatted(tensor: torch.Tensor, spec: str) -> str:
         return format(tensor.item(), spec) if tensor.dim() == 0 else "tensor(…)"
 
-    classes: tuple[Any, ...] = (torch.Tensor, FakeTensor)
-    for cls in classes:
+    for cls in (_torch.Tensor, _Fake):
         cls.numpy, cls.tolist, cls.__format__ = as_numpy, as_list, formatted
         cls.__repr__ = lambda self, **_kwargs: f"tensor(…, size={tuple(self.shape)})"
         cls.pin_memory = lambda self, *_args, **_kwargs: self
@@ -138,8 +132,7 @@ def _repoint_data(tracker: Tracker) -> None:
         else:
             raw_data.__set__(tensor, value)
 
-    cls: Any = torch.Tensor
-    cls.data = property(tracker.data_of, assign)
+    _torch.Tensor.data = property(tracker.data_of, assign)
 
 
 def _move_modules() -> None:
@@ -165,8 +158,7 @@ def _move_modules() -> None:
                 module._buffers[name] = fn(buffer)
         return module
 
-    cls: Any = torch.nn.Module
-    cls._apply = apply
+    _torch.nn.Module._apply = apply
 
 
 @dataclass(slots=True)
@@ -257,8 +249,7 @@ def _copy_deeply() -> None:
             twin.grad = copy.deepcopy(tensor.grad, memo)
         return twin
 
-    classes: tuple[Any, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    for cls in classes:
+    for cls in (_torch.Tensor, _torch.nn.Parameter, _Fake):
         cls.__deepcopy__ = deepcopy
 
 
@@ -350,6 +341,5 @@ def _make_subclasses(tracker: Tracker) -> None:
             return plain(tensor, cls)
         return tensor if tensor.requires_grad else made(cls, tensor)
 
-    owner: Any = torch.Tensor
     plain = torch.Tensor.as_subclass
-    owner._make_subclass, owner.as_subclass = staticmethod(made), as_subclass
+    _torch.Tensor._make_subclass, _torch.Tensor.as_subclass = staticmethod(made), as_subclass

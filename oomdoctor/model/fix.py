@@ -36,6 +36,11 @@ class Effect(StrEnum):
     ADVICE = "advice"
     """Shown, never applied."""
 
+    @property
+    def keeps_results(self) -> bool:
+        """Whether the results stay what they were, up to rounding."""
+        return self in (Effect.EXACT, Effect.EQUIVALENT)
+
 
 @dataclass(frozen=True, slots=True)
 class Dose:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import chain
 from threading import get_ident
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
 from oomdoctor.model.session import Standing
+from oomdoctor.objects.alive import alive
 from oomdoctor.objects.kinds import Kind, kind_of, members_of, module_of, mro_of, plain_dict, spelled, submodules
 from oomdoctor.objects.named import is_installed, is_users_file
 
@@ -122,12 +124,8 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 def _is_traced(frame: FrameType) -> bool:
     if sys.gettrace() is not None or frame.f_trace is not None:
         return True
-    inner: FrameType | None = sys._getframe()
-    while inner is not None:
-        if inner.f_trace is not None or inner.f_globals.get("__name__") in _DEBUGGERS:
-            return True
-        inner = inner.f_back
-    return False
+    running = (inner for inner, _ in walk_stack(sys._getframe()))
+    return any(inner.f_trace is not None or inner.f_globals.get("__name__") in _DEBUGGERS for inner in running)
 
 
 def frames_of(exc: BaseException | None, cells: Mapping[str, int], namespace: Mapping[str, Any]) -> Iterator[Frame]:
@@ -233,11 +231,7 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
 
     Those of other threads are left alone: they run on while they are read.
     """
-    stack: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
+    stack = [frame for frame, _ in walk_stack(sys._getframe(1))]
     # A frame of ours among those kept here would hold them all, and be held by them.
     stack = [frame for frame in reversed(stack) if not _is_of(home_of(frame), _MACHINERY)]
     # What started the program (a test runner, a launcher) holds nothing of it, and leads to a great deal.
@@ -252,11 +246,10 @@ def running_frames(cells: Mapping[str, int], namespace: Mapping[str, Any]) -> It
 
 def line_of_cell(thread: int | None, globals_: Mapping[str, Any]) -> int | None:
     """Return the line that the cell on a thread stands at, the outermost of its own; None where it awaits."""
-    frame, found = sys._current_frames().get(thread or 0), None
-    while frame is not None:
+    innermost, found = sys._current_frames().get(thread or 0), None
+    for frame, line in walk_stack(innermost) if innermost is not None else ():
         if frame.f_globals is globals_ and frame.f_code.co_name.startswith(_TOP_LEVEL):
-            found = frame.f_lineno
-        frame = frame.f_back
+            found = line
     return found
 
 
@@ -264,13 +257,8 @@ def in_backward_elsewhere() -> bool:
     """Return whether another thread is in a backward, which frees what graphs saved without holding the GIL."""
     running = sys._current_frames()
     del running[get_ident()]  # this frame itself, which would hold itself
-    for innermost in running.values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == "_engine_run_backward":
-                return True
-            frame = frame.f_back
-    return False
+    frames = (frame for innermost in running.values() for frame, _ in walk_stack(innermost))
+    return any(frame.f_code.co_name == "_engine_run_backward" for frame in frames)
 
 
 def holds_the_users(frame: FrameType) -> bool:
@@ -319,3 +307,25 @@ def home_of(frame: FrameType) -> str:
     """Return the name of the module that the code of a frame is of, nothing where it has none."""
     name = spelled(frame.f_globals).get("__name__")
     return name if type(name) is str else ""
+
+
+def earlier_errors(exc: BaseException | None, filenames: Container[str]) -> tuple[BaseException, ...]:
+    """Return the errors of before that went through a cell and are alive, that last shown first.
+
+    The interpreter keeps the last one that was shown. When the next is shown, the old one is let go of and yet not
+    freed: the frame of IPython that ran the cell holds the result of the run, and that the error, so that only the
+    garbage collector finds it. Errors that the program kept (``except Exception as e: saved = e``) are alive as well,
+    and no name leads from them to their frames. So at a failure, ``exc``, all that the collector knows are looked
+    through; without one, only what was last shown is looked at.
+    """
+    own = {id(link) for link in chained(exc)}
+    found: dict[int, BaseException] = {}
+    last: Any = getattr(sys, "last_value", None)
+    if issubclass(type(last), BaseException) and id(last) not in own:
+        found[id(last)] = last
+    for error in alive(BaseException) if exc is not None else ():
+        if id(error) not in own and any(
+            step.tb_frame.f_code.co_filename in filenames for step in steps_of(traceback_of(error))
+        ):
+            found.setdefault(id(error), error)
+    return tuple(found.values())

@@ -28,9 +28,9 @@ from oomdoctor.objects.places import ATTRIBUTES, STATE, has_state, places_of
 from oomdoctor.objects.rng import RandomState, generator_state
 
 RANDOM: Final = "random numbers"
+"""Frame of a leaf that is the state of a generator."""
 ANOTHER_NAME: Final = "another name"
 """Frame of a leaf that says which path leads to the same object, and was gone before."""
-"""Frame of a leaf that is the state of a generator."""
 
 _DEEPEST: Final = 12
 _MOST_ITEMS: Final = 2_000

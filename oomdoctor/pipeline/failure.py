@@ -13,7 +13,7 @@ from oomdoctor import fixes
 from oomdoctor.model.case import Case, Cause, Outcome, OutcomeKind, State
 from oomdoctor.model.evidence import Evidence
 from oomdoctor.model.fix import Dose, Effect, Fix
-from oomdoctor.model.incident import Family
+from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.plan import Candidate, Forecast, MeasuredPeak, Plan
 from oomdoctor.model.session import Accelerator, Cells, Session
 from oomdoctor.model.unavailable import Refused, Unavailable
@@ -58,9 +58,7 @@ def observe(
     line = cell.line if cell is not None and cell.number == session.cells.failing.number else None
     with uncounted():
         evidence = collect(session, exc, filenames, line=line, detectors=fixes.detectors())
-    incident = replace(incident, device=incident.device or evidence.device.name)
-    case = Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
-    return case, session
+    return _new_case(incident, evidence), session
 
 
 def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Case:
@@ -68,10 +66,12 @@ def by_message(exc: BaseException, filenames: Mapping[str, int], why: str) -> Ca
     from oomdoctor.evidence.collect import unlooked
     from oomdoctor.incident import from_exception
 
-    incident, evidence = from_exception(exc, filenames), unlooked()
+    return refused(_new_case(from_exception(exc, filenames), unlooked()), why)
+
+
+def _new_case(incident: Incident, evidence: Evidence) -> Case:
     incident = replace(incident, device=incident.device or evidence.device.name)
-    case = Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
-    return refused(case, why)
+    return Case(number=len(_cases) + 1, incident=incident, evidence=evidence, findings=(), plan=unpriced())
 
 
 def unpriced(*, pending: bool = False) -> Plan:
@@ -117,8 +117,7 @@ def memories(*, beside: bool = False, sizes: bool = True) -> tuple[Accelerator, 
     """Return the memories in use, the host last. A simulated device stands for the real one of its name.
 
     ``beside`` the program, on a thread, nothing is loaded and nothing is booked. ``sizes``: storages of a simulated
-    device
-    that were resized are booked too, for which each is looked at.
+    device that were resized are booked too, for which each is looked at.
     """
     from oomdoctor.evidence.host import HostAccelerator
 
@@ -177,22 +176,17 @@ def plan(
     transaction: Transaction | None,
     *,
     time_budget_s: float,
-    set_aside: int = 0,
-    at_most: int | None = None,
-    is_hurried: bool = False,
-    without: Collection[str] = (),
     tell: Callable[[Plan], None] = lambda _: None,
+    **terms: Any,
 ) -> Case:
-    """Price the fixes, and wait for it. For the arguments see ``planning``.
+    """Price the fixes, and wait for it. For the arguments and the other ``terms`` see ``planning``.
 
     ``tell`` is called with the plan whenever it is another one.
 
     Raises:
         BaseException: an interrupt, or what another handler of a signal raised. The case is recorded with a plan then.
     """
-    begun = None
-    terms: dict[str, Any] = {"set_aside": set_aside, "at_most": at_most, "waits": True, "is_hurried": is_hurried}
-    terms |= {"without": without}
+    begun, terms = None, {**terms, "waits": True}
     try:
         begun = planning(case, session, transaction, time_budget_s=time_budget_s, **terms)
         with uncounted():
@@ -282,12 +276,11 @@ def admitted(case: Case, auto: str) -> tuple[Candidate, ...]:
     if beyond_cure(case) is not None:
         return ()
     must_fit = _is_held_by_others(case)
-    effects = {Effect.EXACT, Effect.EQUIVALENT} | ({Effect.CHANGES_RESULT} if auto == "any" else set())
     found = [
         candidate
         for candidate in case.plan.candidates
         if auto != "off"
-        and candidate.effect in effects
+        and (candidate.effect.keeps_results or (auto == "any" and candidate.effect is Effect.CHANGES_RESULT))
         and candidate.forecast.fits is not False
         and not candidate.breaks
         and candidate.refuted is None

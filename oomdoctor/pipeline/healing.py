@@ -151,7 +151,7 @@ class _Failures:
         is_mildest = candidate.stronger and candidate.dose not in [one.dose for one in candidate.stronger]
         if is_mildest and not was_seen_to_fit(candidate):
             return None  # it was too mild, for all that is known: a stronger dose is next
-        seen = self._look(choice, error) if candidate.effect in _KEEP else None
+        seen = self._look(choice, error) if candidate.effect.keeps_results else None
         return None if seen is None else partial(self._planned, choice, candidate, *seen)
 
     def without_refuted(self) -> Iterable[Choice]:
@@ -240,7 +240,6 @@ def _device_fault(error: BaseException) -> str | None:
     return f"{describe(incident)} What was on the device can be neither read nor put back until the kernel is restarted"
 
 
-_KEEP: Final = (Effect.EXACT, Effect.EQUIVALENT)
 _MOST_PARTS: Final = 64
 _SHARE: Final = 0.5
 """Share of the host's free memory that copies of what lies on a device may take."""
@@ -279,7 +278,7 @@ class Checks:
         """Return what is to be run, in the way that keeps the results, or why the change is not to be made."""
         candidate, self.told = self.candidates[choice.label], ""
         made_of = [fixes.get(fix) for fix, _ in candidate.made_of]
-        drops = candidate.effect in _KEEP
+        drops = candidate.effect.keeps_results
         if not any(fix.is_tried for fix in made_of) or not (drops or all(fix.draws for fix in made_of)):
             return choice
         ways = self._ways(candidate, choice)

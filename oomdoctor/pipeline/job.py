@@ -7,11 +7,13 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
 from oomdoctor.incident import find_oom
+from oomdoctor.model.case import Case
+from oomdoctor.model.incident import Family
 from oomdoctor.objects.frames import chained
 from oomdoctor.ranks.circle import Circle, Word, WordKind
 from oomdoctor.ranks.groups import C10D, Groups
@@ -247,3 +249,10 @@ class Job:
                 raise
             self.stuck = str(silent)
             return circle.word
+
+
+def of_peer(case: Case, word: Word) -> Case:
+    """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
+    told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
+    terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
+    return replace(case, incident=replace(case.incident, message=told, **terms))

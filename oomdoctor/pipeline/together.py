@@ -22,7 +22,6 @@ from oomdoctor import fixes
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.case import Case, OutcomeKind, RanksTogether
 from oomdoctor.model.fix import Fix, Patch
-from oomdoctor.model.incident import Family
 from oomdoctor.model.plan import Candidate, Forecast
 from oomdoctor.model.session import Attempt, Session
 from oomdoctor.model.sizes import format_size
@@ -112,8 +111,7 @@ class Together:
 
     async def _healed(self, run: Run) -> tuple[Case, BaseException | None]:
         choices = self._choices()
-        first = next(choices, None)
-        if first is None:  # nothing was changed, and nothing is put back
+        if (first := next(choices, None)) is None:  # nothing was changed, and nothing is put back
             return self._with_ranks(refused(self.case, self.why)), None
         outcome, error = await retry(
             self.transaction,
@@ -301,8 +299,7 @@ class Together:
         attempt = self._attempt([fixes.get(fix) for fix in offer.made_of], dose)
         terms: dict[str, Any] = {"budget": budget_of(self.case.evidence, reserve), "timeout_s": self.plan_s}
         with uncounted():
-            (forecast,) = price(self.session, [attempt], prepare=self.transaction.restore, workers=1, **terms)
-        return forecast
+            return price(self.session, [attempt], prepare=self.transaction.restore, workers=1, **terms)[0]
 
     def _offers(self) -> Iterator[Offer]:
         """Yield what this rank offers: its changes in their order, each in the doses that are left of it."""
@@ -381,10 +378,3 @@ class Together:
         ended = ended_by(word)
         ended.__cause__ = error  # so that its frames are let go of as well
         return ended
-
-
-def of_peer(case: Case, word: Word) -> Case:
-    """Return the case of a rank that was released, where ``word`` says what has ended the run on another one."""
-    told = f"rank {word.rank} ran out of memory, and this rank was released: {word.why}"
-    terms: dict[str, Any] = {"is_oom": False, "family": Family.NOT_OOM, "exc_type": "PeerOutOfMemory"}
-    return replace(case, incident=replace(case.incident, message=told, **terms))

@@ -286,13 +286,11 @@ def bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.expr]]:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             for name in names_in(ast.Module(body=node.body, type_ignores=[])) - parameters_of(node):
                 yield {node.name}, ast.Name(name, ast.Load())
-        case ast.Call(func=ast.Attribute(value=base, attr=method)) if _is_filling(method):
+        case ast.Call(func=ast.Attribute(value=base, attr=method)) if (
+            method in torch_functions.FILLS or torch_functions.is_in_place(method)
+        ):
             for value in (*node.args, *(keyword.value for keyword in node.keywords)):
                 yield {root_of(base)}, value
-
-
-def _is_filling(method: str) -> bool:
-    return method in torch_functions.FILLS or torch_functions.is_in_place(method)
 
 
 def names_set(target: ast.expr) -> Iterator[str]:

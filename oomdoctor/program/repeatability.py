@@ -51,9 +51,6 @@ _OPENING: Final = frozenset({"open", "io.open", "gzip.open", "bz2.open", "lzma.o
 
 _CONSUMING: Final = frozenset({"next", "anext", "list", "enumerate", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm"})
 
-_CHANGING: Final = frozenset({"fill", "sort", "partition", "put", "itemset"})
-"""Methods of an array that change it and do not end in an underscore."""
-
 _PUBLIC: Final = {"posix": "os", "nt": "os", "_io": "io", "_pickle": "pickle", "_socket": "socket"}
 """Modules in C, and the ones by whose name their functions are listed."""
 
@@ -65,8 +62,7 @@ class Repetition(NamedTuple):
     """Calls of the failing run, each as ``line N: `call` ``, those of other cells with the cell's number.
 
     ``once`` must not be made a second time and may have been made, ``ahead`` were not come to; ``anew`` write a file as
-    a
-    whole, whether they were come to or not.
+    a whole, whether they were come to or not.
     """
 
     once: tuple[str, ...] = ()
@@ -136,7 +132,7 @@ def _never(program: Program, off: Container[str]) -> set[int]:
 def unseen_write(program: Program) -> str | None:
     """Return what of the failing cell writes into a tensor past autograd, which a snapshot does not notice."""
     nodes = (node for scope in program.running for node in _nodes(scope.body))
-    return next((short(ast.unparse(node)) for node in nodes if _writes_past_autograd(node)), None)
+    return next((short(ast.unparse(node)) for node in nodes if torch_functions.writes_past_autograd(node)), None)
 
 
 class _Names:
@@ -323,7 +319,7 @@ def _effects(node: ast.AST, names: _Names) -> set[str]:
         consumes = any(_is_iterator(part, names) for part in node.args[:1])
         found |= {"once"} if consumes and not _CONSUMING.isdisjoint(names.of(call_name(node))) else set()
     iterates = isinstance(node, ast.For | ast.AsyncFor) and _is_iterator(node.iter, names)
-    is_unseen = not names.is_kept and _writes_past_autograd(node)
+    is_unseen = not names.is_kept and torch_functions.writes_past_autograd(node)
     return found | {"once"} if iterates or is_unseen or _is_mention(node, names) else found
 
 
@@ -353,29 +349,6 @@ def _told(program: Program, found: list[tuple[int, int, str]]) -> tuple[str, ...
     files = {scope.cell: Path(scope.file).name for scope in program.scopes if scope.file is not None}
     places = {cell: "" if cell == program.failing else f"{files.get(cell, f'cell {cell}')}, " for cell, _, _ in ordered}
     return tuple(f"{places[cell]}line {line}: `{text}`" for cell, line, text in ordered)
-
-
-def _writes_past_autograd(node: ast.AST) -> bool:
-    """Whether it writes through ``.data`` or ``.numpy()``, exchanges ``.data`` itself, or calls what changes it."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=base, attr=name)):
-            return (name in _CHANGING or torch_functions.is_in_place(name)) and _leads_past_autograd(base)
-        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
-            parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
-            written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
-            return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
-    return False
-
-
-def _leads_past_autograd(value: ast.expr) -> bool:
-    """Whether ``.data`` or ``.numpy()`` stands in the chain, with parts, attributes and calls after it."""
-    while isinstance(value, ast.Attribute | ast.Call | ast.Subscript):
-        if isinstance(value, ast.Attribute) and value.attr == "data":
-            return True
-        value = value.func if isinstance(value, ast.Call) else value.value
-        if isinstance(value, ast.Attribute) and value.attr in {"numpy", "__array__"}:
-            return True
-    return False
 
 
 def _is_opening(name: str) -> bool:

@@ -101,3 +101,30 @@ def has_index(call: ast.expr) -> bool:
     if not isinstance(call, ast.Call) or last_name(call) not in INDEXED or not isinstance(call.func, ast.Attribute):
         return False
     return bool(call.args or call.keywords) or last_name(call) == "sort"
+
+
+_CHANGING: Final = frozenset({"fill", "sort", "partition", "put", "itemset"})
+"""Methods of an array that change it and do not end in an underscore."""
+
+
+def writes_past_autograd(node: ast.AST) -> bool:
+    """Whether it writes through ``.data`` or ``.numpy()``, exchanges ``.data`` itself, or calls what changes it."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=base, attr=name)):
+            return (name in _CHANGING or is_in_place(name)) and _leads_past_autograd(base)
+        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+            parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
+            written = (part for part in parts if isinstance(part.ctx, ast.Store) and ast.unparse(part) != "self.data")
+            return any(map(_leads_past_autograd, written))  # what a class of its own calls so is no tensor's
+    return False
+
+
+def _leads_past_autograd(value: ast.expr) -> bool:
+    """Whether ``.data`` or ``.numpy()`` stands in the chain, with parts, attributes and calls after it."""
+    while isinstance(value, ast.Attribute | ast.Call | ast.Subscript):
+        if isinstance(value, ast.Attribute) and value.attr == "data":
+            return True
+        value = value.func if isinstance(value, ast.Call) else value.value
+        if isinstance(value, ast.Attribute) and value.attr in {"numpy", "__array__"}:
+            return True
+    return False

@@ -53,8 +53,7 @@ class Ceiling(NamedTuple):
     """A limit that the user has asked for above a cell: it is theirs, though it is not set in the system.
 
     ``limit`` is of what is mapped. What the C library held free when the cell began (``malloc_free``) is no part of
-    what
-    the cell may take. Both are in bytes.
+    what the cell may take. Both are in bytes.
     """
 
     limit: int

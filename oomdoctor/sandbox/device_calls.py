@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from oomdoctor.sandbox.restrictions import do_nothing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -75,7 +77,7 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
     def free_and_total(*_args: Any) -> tuple[int, int]:
         return max(card.total - memory.live, 0), card.total
 
-    found: dict[str, Any] = dict.fromkeys(_SILENT, _nothing)
+    found: dict[str, Any] = dict.fromkeys(_SILENT, do_nothing)
     found |= dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), live)
     found |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak)
     found |= dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total)
@@ -101,10 +103,6 @@ def _answers(memory: Memory, card: Card) -> dict[str, Any]:
         "get_rng_state": _rng_state,
         "get_rng_state_all": lambda: [_rng_state()],
     }
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing."""
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -169,7 +167,7 @@ class _Idle(contextlib.AbstractContextManager[Any]):
     def record_event(self, event: Any = None) -> Any:
         return event or _Idle()
 
-    wait_event = wait_stream = synchronize = record = wait = _nothing
+    wait_event = wait_stream = synchronize = record = wait = do_nothing
 
 
 def _generator(card: Card) -> Any:

@@ -169,7 +169,7 @@ def keep_to_itself(shell: Any) -> None:
     """Turn writes into none and keep output, questions and windows from the user, for the rest of this process."""
     torch: Any = sys.modules["torch"]
     # The pool of OpenMP did not survive the fork, and to wait for it would never end.
-    torch.set_num_threads = torch.set_num_interop_threads = _nothing
+    torch.set_num_threads = torch.set_num_interop_threads = do_nothing
     if (tqdm := sys.modules.get("tqdm.std")) is not None:  # which has a thread
         tqdm.tqdm.monitor_interval = 0
     _write_nothing()
@@ -192,7 +192,7 @@ def fetch_here(loader: Any) -> None:
     )
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
+def do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """Do nothing."""
 
 
@@ -212,9 +212,9 @@ def _write_nothing() -> None:
 
     _builtins.open = _io.open = read_only
     for name in _FILE_CALLS:
-        setattr(os, name, _nothing)
+        setattr(os, name, do_nothing)
     for name in _TREE_CALLS:
-        setattr(shutil, name, _nothing)
+        setattr(shutil, name, do_nothing)
     slept = time.sleep
     # A thread beside the program's, as of a progress bar, would take all its time for itself.
     _time.sleep = lambda seconds: None if threading.current_thread() is threading.main_thread() else slept(seconds)
@@ -227,18 +227,18 @@ def _say_nothing(shell: Any) -> None:
         raise EOFError("the cell asks for input")
 
     _builtins.input = ask
-    sys.displayhook = _nothing
+    sys.displayhook = do_nothing
     for name, function in (("matplotlib.pyplot", "show"), ("jupyter_client.session", "Session.send")):
         owner = sys.modules.get(name)
         *path, last = function.split(".")
         for part in path:
             owner = getattr(owner, part, None)
         if owner is not None:
-            setattr(owner, last, _nothing)
+            setattr(owner, last, do_nothing)
     if shell is not None:
         for name in ("system", "getoutput", "run_line_magic", "run_cell_magic"):
-            object.__setattr__(shell, name, _nothing)
+            object.__setattr__(shell, name, do_nothing)
         publisher = getattr(shell, "display_pub", None)
         if publisher is not None:
-            object.__setattr__(publisher, "publish", _nothing)
-            object.__setattr__(publisher, "clear_output", _nothing)
+            object.__setattr__(publisher, "publish", do_nothing)
+            object.__setattr__(publisher, "clear_output", do_nothing)

@@ -7,14 +7,12 @@ for it, and it says so.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,21 +21,18 @@ from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.incident import CellLine
 from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Attempt, Session
-from oomdoctor.program.compiled import on_their_lines
+from oomdoctor.model.session import Session
 from oomdoctor.retry.release import release, uncollected
-from oomdoctor.shell.background_work import Beside, beside, clear_away, end_since, left_since, threads_at_work
+from oomdoctor.shell.background_work import Beside, end_since, left_since, threads_at_work
 from oomdoctor.shell.cells import (
-    as_cell,
     as_in_the_cell,
     cells_until,
     filenames,
     run_lines,
     runs_apart,
-    texts_of,
 )
-from oomdoctor.shell.error_boundary import Run, left_alone, quietly
-from oomdoctor.shell.open_case import Filling, OpenCase, may_fill_in
+from oomdoctor.shell.error_boundary import quietly
+from oomdoctor.shell.open_case import Attempts, Filling, OpenCase, may_fill_in
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
@@ -288,52 +283,6 @@ def _tell_why_not(extension: Extension, case: Case) -> None:
 # The retry ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Attempts:
-    """Runs attempts of the open case in a shell.
-
-    Attributes:
-        waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
-        anyway: whether another attempt may follow what cannot be undone.
-        in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
-        last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
-    """
-
-    extension: Extension
-    opened: OpenCase
-    kwargs: dict[str, Any]
-    waits: bool
-    anyway: bool = False
-    in_its_place: bool = False
-    last: Any = None
-    changes: dict[int, str] = field(default_factory=dict)
-
-    async def run(self, attempt: Attempt) -> BaseException | None:
-        """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
-        run, before, failing = Run(self.extension, is_retry=True), beside(), self.opened.session.cells.failing
-        self.extension.warming.keep_back()
-        run_source = functools.partial(self.extension.run_source, run)
-        with left_alone():
-            for replay, cell in zip_longest(attempt.replays, attempt.cells):
-                text, number = (on_their_lines(replay, cell.source), cell.number) if cell else (replay, None)
-                with as_cell(self.extension.shell, number):
-                    answer = await run_source(text, {**self.kwargs, "silent": True})
-                if error := _error_of(answer):
-                    return error
-            if attempt.replays:
-                self.opened.transaction.set_aside()
-            if self.in_its_place and hasattr(self.extension.shell, "kernel"):
-                self.extension.shell.display_pub.clear_output(wait=True)
-            with as_cell(self.extension.shell, failing.number):
-                self.last = await run_source(attempt.source, self.kwargs)
-            self.changes = texts_of(attempt, failing)
-        # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
-        error = _error_of(self.last) or run.take_failure()
-        if error is not None:
-            await clear_away(before, waits=self.waits, anyway=self.anyway)
-        return error
-
-
 async def heal(extension: Extension, request: Request, result: Any, cell: CellRun, *, tells: bool = False) -> bool:
     """Heal; whatever goes wrong in ours leaves the state of the cell's start and the user's own error.
 
@@ -407,8 +356,3 @@ async def _heal(extension: Extension, request: Request, attempts: Attempts) -> t
         **extension.config.limits,
     )
     return pipeline.record(case), error
-
-
-def _error_of(result: Any) -> BaseException | None:
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error

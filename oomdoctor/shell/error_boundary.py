@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Final, TypeVar
 
 from oomdoctor.language import say
@@ -163,13 +163,11 @@ def source_begun_before(runs_cells: CodeType, ours: CodeType, owner: Any) -> str
     The code is that of the shell's method that runs a cell, and ``ours`` of the method of ``owner`` around it.
     """
     source: str | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is ours and frame.f_locals.get("self") is owner:
             return None
         if frame.f_code is runs_cells:
             source = str(frame.f_locals.get("raw_cell", ""))
-        frame = frame.f_back
     return source
 
 

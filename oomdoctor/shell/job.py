@@ -22,8 +22,9 @@ from oomdoctor.ranks.presence import SilentRank
 from oomdoctor.retry.release import release, uncollected
 from oomdoctor.shell.background_work import end_since, left_since, threads_at_work
 from oomdoctor.shell.cells import is_own
-from oomdoctor.shell.doctor import Attempts, CellRun, looked_at, observe_cell, plan
+from oomdoctor.shell.doctor import CellRun, looked_at, observe_cell, plan
 from oomdoctor.shell.job_calls import C10D, hand_over
+from oomdoctor.shell.open_case import Attempts
 from oomdoctor.shell.showing import Shown
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _observed(
     extension: Extension, failure: BaseException | None, ended: BaseException, word: Word, result: Any, run: CellRun
 ) -> Case | None:
     """Return the case of this rank, as far as it could be looked at."""
-    from oomdoctor.pipeline.together import of_peer
+    from oomdoctor.pipeline.job import of_peer
 
     if failure is not None:
         return looked_at(extension, failure, lambda: observe_cell(extension, failure, result, run))

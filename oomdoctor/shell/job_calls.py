@@ -157,7 +157,7 @@ class JobCall:
 
     def of_peer(self, case: Case) -> Case:
         """Return the case of this rank, where another one has run out of memory."""
-        from oomdoctor.pipeline.together import of_peer
+        from oomdoctor.pipeline.job import of_peer
 
         return case if self.word is None else of_peer(case, self.word)
 

@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from inspect import getdoc
 from pathlib import Path
@@ -19,7 +18,7 @@ from oomdoctor.language import say
 from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.fix import Dose, Effect, Patch
 from oomdoctor.model.memory import Role
-from oomdoctor.model.plan import Candidate, Forecast, Plan
+from oomdoctor.model.plan import Candidate, Plan
 from oomdoctor.model.sizes import format_size, parse_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.shell import host_guard
@@ -29,9 +28,9 @@ from oomdoctor.shell.cells import cells_until
 from oomdoctor.shell.doctor import Request, plan
 from oomdoctor.shell.job import circle_lines
 from oomdoctor.shell.memreport import USAGE
-from oomdoctor.shell.open_case import OpenCase, insert, why_not_retried
+from oomdoctor.shell.open_case import STOPPED, chosen_by, failed_case, insert, retryable
 from oomdoctor.shell.open_case import undo as take_back
-from oomdoctor.shell.outputs import one_line
+from oomdoctor.shell.outputs import shown
 from oomdoctor.shell.showing import Shown, retry_of
 
 if TYPE_CHECKING:
@@ -40,11 +39,9 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = "Callable[[Extension, list[str]], None]"
 
-_STOPPED: Final = "Interrupted. The forecasts were stopped."
 _COMMENT: Final = re.compile(r"(?:^|\s)#")
 _RELEASES: Final = {"release_traceback": Role.TRACEBACK, "clear_output_cache": Role.OUTPUT_CACHE}
 """Fixes that only let go of memory, each with the role that the census gives to what they free."""
-_DOSE: Final = re.compile(r"\w+=[^(),\s]+")
 
 
 def status(extension: Extension, _words: list[str]) -> None:
@@ -102,14 +99,14 @@ def fix(extension: Extension, words: list[str]) -> None:
             raise UsageError("--insert runs nothing, so there is nothing to do --anyway: give one of the two")
         insert(extension, *_written(extension, named))
         return
-    waiting = [one.fix for one in _case().plan.candidates] if extension.open is not None else []
+    waiting = [one.fix for one in failed_case().plan.candidates] if extension.open is not None else []
     if len(named) == 1 and named[0] in _RELEASES and named[0] not in waiting:
         _release(extension, named[0])
         return
-    case, candidate = _choose(extension, named)
+    case, candidate = chosen_by(extension, named)
     if candidate.effect is Effect.ADVICE:
         raise UsageError(f"{candidate.label} is advice and not applied: `%oomdoctor diff {candidate.fix}` shows it")
-    _retryable(extension)
+    retryable(extension)
     extension.request = Request(case=case, chosen=(candidate,), anyway=anyway, anew=True)
 
 
@@ -117,8 +114,8 @@ def fit(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor fit SIZE`: plan the failed cell again, for no more memory than that, such as 11GiB."""
     if len(words) != 1:
         raise UsageError("fit takes the memory that the cell may need, such as 11GiB")
-    size, case = parse_size(words[0]), _case()
-    _retryable(extension)
+    size, case = parse_size(words[0]), failed_case()
+    retryable(extension)
     most = pipeline.budget_of(case.evidence, 0)
     if most is None:
         raise UsageError("how much memory there is for tensors could not be told, so that less of it cannot be taken")
@@ -133,8 +130,8 @@ def fit(extension: Extension, words: list[str]) -> None:
     try:
         planned = plan(extension, case, at_most=size, tell=tell)
     except KeyboardInterrupt:
-        planned = _case()
-        print(f"{_STOPPED} The fixes are as far as they are known.")
+        planned = failed_case()
+        print(f"{STOPPED} The fixes are as far as they are known.")
     if last is not None and hasattr(extension.shell, "kernel"):
         last.update(planned)
     else:
@@ -145,11 +142,11 @@ def retry(extension: Extension, words: list[str]) -> None:
     """`%oomdoctor retry [--anyway]`: run the failed cell again with the fixes that keep the result, best first."""
     if others := [word for word in words if word != "--anyway"]:
         raise UsageError(f"retry does not take {shown(*others)}")
-    case = _case()
-    _retryable(extension)
+    case = failed_case()
+    retryable(extension)
     chosen = pipeline.admitted(case, "exact")
     if not chosen:
-        from oomdoctor.views.diagnosis import why_nothing
+        from oomdoctor.views.outcome import why_nothing
 
         why = pipeline.beyond_cure(case) or why_nothing(case.plan).removesuffix(".")
         raise UsageError(f"{why}: `%oomdoctor fix N` tries one all the same")
@@ -173,7 +170,7 @@ def why(_extension: Extension, _words: list[str]) -> None:
     """`%oomdoctor why`: the whole diagnosis of the last failure: its causes, what holds the memory, and all fixes."""
     from oomdoctor.views import whole
 
-    case = _case()
+    case = failed_case()
     print(whole(case, retry_of(case)), end="")
 
 
@@ -240,7 +237,7 @@ def report(_extension: Extension, words: list[str]) -> None:
 
     if others := [word for word in words if word != "--code"]:
         raise UsageError(f"report does not take {shown(*others)}")
-    print(issue_report(_case(), with_code="--code" in words))
+    print(issue_report(failed_case(), with_code="--code" in words))
 
 
 def ranks(extension: Extension, _words: list[str]) -> None:
@@ -286,86 +283,15 @@ def _release(extension: Extension, fix_id: str) -> None:
     print(say(told))
 
 
-def shown(*words: str) -> str:
-    """Return what was typed in quotes, on one line, and cut where it is long."""
-    return f"'{one_line(' '.join(words))}'"
-
-
-def _case() -> Case:
-    case = pipeline.last_case()
-    if case is None:
-        raise UsageError("no cell that ran out of memory was diagnosed so far")
-    return case
-
-
 def _written(extension: Extension, words: list[str]) -> tuple[Case, Candidate, Patch]:
     """Return the candidate that is named, the one in place where none is, and its change of the source."""
-    case = _case()
+    case = failed_case()
     if not words and case.outcome.fixes:
         words = [one.label for one in case.plan.candidates if one.label in case.outcome.fixes][:1]
-    _, candidate = _choose(extension, words)
+    _, candidate = chosen_by(extension, words)
     if isinstance(candidate.patch, Refused):
         raise UsageError(f"{candidate.label} cannot be written as a change of your cells: {candidate.patch.reason}")
     return case, candidate, candidate.patch
-
-
-def _choose(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
-    """Return the candidate that a number or an id names, else the first, in the dose that is named."""
-    case, asked = _case(), [word for word in words if _DOSE.fullmatch(word)]
-    words = [word for word in words if word not in asked]
-    candidates, numbered = case.plan.candidates, case.plan.numbered
-    named = " ".join(words) or (candidates[0].fix if candidates else "1")  # two together have an id of several words
-    accepted = ", ".join(f"{case.plan.number(one)} ({one.fix})" for one in candidates) or "none"
-    for candidate in candidates:
-        if named in (str(case.plan.number(candidate)), candidate.fix, candidate.label):
-            if candidate.refuted is not None:
-                raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
-            return case, _at_dose(extension, case, candidate, asked) if asked else candidate
-    if (gone := {str(number): fix for number, fix in enumerate(numbered, 1)}.get(named)) is not None:
-        raise UsageError(f"fix {named} ({gone}) is not in the plan any more. Available: {accepted}")
-    if len(words) > 1:
-        raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
-    raise UsageError(f"unknown fix {shown(named)}. Available: {accepted}")
-
-
-def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
-    """Return the fix in another of its doses, which has no forecast."""
-    from oomdoctor.forecast.attempts import attempt_with
-
-    chosen = " ".join(asked)
-    if str(candidate.dose).replace(", ", " ") == chosen:
-        return candidate
-    if candidate.parts:
-        raise UsageError(f"{candidate.fix} are two changes, which come in the doses of the plan")
-    opened = _retryable(extension)
-    fix = fixes.get(candidate.fix)
-    proposed = fix.propose(case.incident, case.evidence)
-    doses = {} if isinstance(proposed, Refused) else {str(one.dose).replace(", ", " "): one for one in proposed}
-    if chosen not in doses:
-        raise UsageError(f"{candidate.fix} does not come with {shown(*asked)}: {', '.join(filter(None, doses))}")
-    proposal = doses[chosen]
-    patch, attempt = attempt_with(fix, proposal.dose, opened.session, case.evidence)
-    if isinstance(attempt, Refused):
-        raise UsageError(f"{candidate.fix} cannot be had with {chosen}: {attempt.reason}")
-    return replace(
-        candidate,
-        dose=proposal.dose,
-        stronger=tuple([*doses.values()][[*doses].index(chosen) + 1 :]),
-        patch=patch,
-        effect=max(proposal.effect, candidate.effect, key=tuple(Effect).index),
-        caveat=proposal.caveat,
-        forecast=Forecast(basis="not priced: a dose that was asked for", budget=candidate.forecast.budget),
-    )
-
-
-def _retryable(extension: Extension) -> OpenCase:
-    if extension.interrupted:
-        raise UsageError(f"{_STOPPED} Nothing was run.")
-    opened = extension.open
-    if opened is None or opened.gone:
-        why = why_not_retried(extension, _case().outcome) if opened is None else opened.gone
-        raise UsageError(f"the failed cell can no longer be retried: {why}")
-    return opened
 
 
 VERBS: Final[dict[str, Verb]] = {
@@ -375,8 +301,6 @@ VERBS: Final[dict[str, Verb]] = {
         *(simulate, guard, ranks, rules, report, config, help_),
     )
 }
-
-
 _KINDS: Final = {
     "oomdoctor": "line",
     "memreport": "line",
@@ -410,12 +334,10 @@ def register(extension: Extension) -> None:
 
     memreport.__doc__, memplan.__doc__, mempeak.__doc__ = USAGE, planning.USAGE, measuring.USAGE
     memlimit.__doc__ = host_guard.USAGE
+    known = extension.shell.magics_manager.magics
     for magic in (oomdoctor, memreport, memplan, mempeak, memlimit):
         name = magic.__name__
-        before = {
-            kind: magics[name] for kind, magics in extension.shell.magics_manager.magics.items() if name in magics
-        }
-        extension.magics_before[name] = before
+        extension.magics_before[name] = {kind: magics[name] for kind, magics in known.items() if name in magics}
         extension.shell.register_magic_function(magic, magic_kind=_KINDS[name], magic_name=name)
 
 

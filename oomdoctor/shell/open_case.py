@@ -1,30 +1,38 @@
 """A failure that can still be retried, or whose change can be undone, and what is left of it in the notebook.
 
-That is its source for the next cell, and the way back from a healed one; and its forecasts, made while the kernel goes
-on, and shown as they come. A copy of the kernel makes them, so there are none where processes cannot be forked.
+That is attempts with the change that is chosen, its source for the next cell, and the way back from a healed one; and
+its forecasts, made while the kernel goes on, and shown as they come. A copy of the kernel makes them, so there are none
+where processes cannot be forked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
+from oomdoctor import fixes as catalogue
 from oomdoctor import pipeline
 from oomdoctor.errors import UsageError
 from oomdoctor.language import say
 from oomdoctor.model.case import Case, Outcome, OutcomeKind, State
-from oomdoctor.model.fix import Patch
-from oomdoctor.model.plan import Candidate
-from oomdoctor.model.session import Session, Simulated
-from oomdoctor.shell.background_work import Beside
-from oomdoctor.shell.cells import forget_results
+from oomdoctor.model.fix import Effect, Patch
+from oomdoctor.model.plan import Candidate, Forecast
+from oomdoctor.model.session import Attempt, Session, Simulated
+from oomdoctor.model.unavailable import Refused
+from oomdoctor.program.compiled import on_their_lines
+from oomdoctor.shell.background_work import Beside, beside, clear_away
+from oomdoctor.shell.cells import as_cell, forget_results, texts_of
+from oomdoctor.shell.error_boundary import Run, left_alone
+from oomdoctor.shell.outputs import shown
 from oomdoctor.shell.warm_up import is_watched
 
 if TYPE_CHECKING:
@@ -33,6 +41,10 @@ if TYPE_CHECKING:
     from oomdoctor.shell.error_boundary import Borders
     from oomdoctor.shell.extension import Extension
     from oomdoctor.shell.showing import Shown
+
+
+STOPPED: Final = "Interrupted. The forecasts were stopped."
+_DOSE: Final = re.compile(r"\w+=[^(),\s]+")
 
 
 @dataclass(slots=True)
@@ -59,6 +71,125 @@ class OpenCase:
         device = self.session.accelerator
         is_off = isinstance(device, Simulated) and device is not pipeline.simulated()
         return "the simulated device that it ran on is off or another one: run the cell again" if is_off else ""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Runs attempts of the open case in a shell.
+
+    Attributes:
+        waits: whether the loop awaits the cell, so that what it leaves behind can be awaited.
+        anyway: whether another attempt may follow what cannot be undone.
+        in_its_place: whether its output takes the place of that of the run that failed, in the same cell.
+        last: the shell's result of the one that ran last; ``changes``: the text of each cell that it changed.
+    """
+
+    extension: Extension
+    opened: OpenCase
+    kwargs: dict[str, Any]
+    waits: bool
+    anyway: bool = False
+    in_its_place: bool = False
+    last: Any = None
+    changes: dict[int, str] = field(default_factory=dict)
+
+    async def run(self, attempt: Attempt) -> BaseException | None:
+        """Run redefined functions and the cell's text the way the shell runs cells; return what the code raised."""
+        run, before, failing = Run(self.extension, is_retry=True), beside(), self.opened.session.cells.failing
+        self.extension.warming.keep_back()
+        run_source = partial(self.extension.run_source, run)
+        with left_alone():
+            for replay, cell in zip_longest(attempt.replays, attempt.cells):
+                text, number = (on_their_lines(replay, cell.source), cell.number) if cell else (replay, None)
+                with as_cell(self.extension.shell, number):
+                    answer = await run_source(text, {**self.kwargs, "silent": True})
+                if error := _error_of(answer):
+                    return error
+            if attempt.replays:
+                self.opened.transaction.set_aside()
+            if self.in_its_place and hasattr(self.extension.shell, "kernel"):
+                self.extension.shell.display_pub.clear_output(wait=True)
+            with as_cell(self.extension.shell, failing.number):
+                self.last = await run_source(attempt.source, self.kwargs)
+            self.changes = texts_of(attempt, failing)
+        # What a magic or a widget has shown has not run to its end either, whatever the cell answers.
+        error = _error_of(self.last) or run.take_failure()
+        if error is not None:
+            await clear_away(before, waits=self.waits, anyway=self.anyway)
+        return error
+
+
+def _error_of(result: Any) -> BaseException | None:
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
+
+
+def failed_case() -> Case:
+    """Return the case of the last failure; a ``UsageError`` where there was none."""
+    case = pipeline.last_case()
+    if case is None:
+        raise UsageError("no cell that ran out of memory was diagnosed so far")
+    return case
+
+
+def chosen_by(extension: Extension, words: list[str]) -> tuple[Case, Candidate]:
+    """Return the candidate that a number or an id names, else the first, in the dose that is named."""
+    case, asked = failed_case(), [word for word in words if _DOSE.fullmatch(word)]
+    words = [word for word in words if word not in asked]
+    candidates, numbered = case.plan.candidates, case.plan.numbered
+    named = " ".join(words) or (candidates[0].fix if candidates else "1")  # two together have an id of several words
+    accepted = ", ".join(f"{case.plan.number(one)} ({one.fix})" for one in candidates) or "none"
+    for candidate in candidates:
+        if named in (str(case.plan.number(candidate)), candidate.fix, candidate.label):
+            if candidate.refuted is not None:
+                raise UsageError(f"{candidate.label} was tried and is not right for this program: {candidate.refuted}")
+            return case, _at_dose(extension, case, candidate, asked) if asked else candidate
+    if (gone := {str(number): fix for number, fix in enumerate(numbered, 1)}.get(named)) is not None:
+        raise UsageError(f"fix {named} ({gone}) is not in the plan any more. Available: {accepted}")
+    if len(words) > 1:
+        raise UsageError(f"one fix at a time, not {shown(named)}. Available: {accepted}")
+    raise UsageError(f"unknown fix {shown(named)}. Available: {accepted}")
+
+
+def _at_dose(extension: Extension, case: Case, candidate: Candidate, asked: list[str]) -> Candidate:
+    """Return the fix in another of its doses, which has no forecast."""
+    from oomdoctor.forecast.attempts import attempt_with
+
+    chosen = " ".join(asked)
+    if str(candidate.dose).replace(", ", " ") == chosen:
+        return candidate
+    if candidate.parts:
+        raise UsageError(f"{candidate.fix} are two changes, which come in the doses of the plan")
+    opened = retryable(extension)
+    fix = catalogue.get(candidate.fix)
+    proposed = fix.propose(case.incident, case.evidence)
+    doses = {} if isinstance(proposed, Refused) else {str(one.dose).replace(", ", " "): one for one in proposed}
+    if chosen not in doses:
+        raise UsageError(f"{candidate.fix} does not come with {shown(*asked)}: {', '.join(filter(None, doses))}")
+    proposal = doses[chosen]
+    patch, attempt = attempt_with(fix, proposal.dose, opened.session, case.evidence)
+    if isinstance(attempt, Refused):
+        raise UsageError(f"{candidate.fix} cannot be had with {chosen}: {attempt.reason}")
+    return replace(
+        candidate,
+        dose=proposal.dose,
+        stronger=tuple([*doses.values()][[*doses].index(chosen) + 1 :]),
+        patch=patch,
+        effect=max(proposal.effect, candidate.effect, key=tuple(Effect).index),
+        caveat=proposal.caveat,
+        forecast=Forecast(basis="not priced: a dose that was asked for", budget=candidate.forecast.budget),
+    )
+
+
+def retryable(extension: Extension) -> OpenCase:
+    """Return the open case; a ``UsageError`` says why its cell cannot be run again."""
+    if extension.interrupted:
+        raise UsageError(f"{STOPPED} Nothing was run.")
+    opened = extension.open
+    if opened is None or opened.gone:
+        why = why_not_retried(extension, failed_case().outcome) if opened is None else opened.gone
+        raise UsageError(f"the failed cell can no longer be retried: {why}")
+    return opened
 
 
 def insert(extension: Extension, case: Case, candidate: Candidate, patch: Patch) -> None:

@@ -82,3 +82,8 @@ def one_line(text: str | Path | None) -> str:
     from oomdoctor.views import labels
 
     return labels.clean(str(text), 120)
+
+
+def shown(*words: str) -> str:
+    """Return what was typed in quotes, on one line, and cut where it is long."""
+    return f"'{one_line(' '.join(words))}'"

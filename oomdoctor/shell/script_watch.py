@@ -28,7 +28,7 @@ from oomdoctor.model.case import Case, OutcomeKind
 from oomdoctor.model.plan import Candidate
 from oomdoctor.model.session import Attempt, Cell, Cells, Session
 from oomdoctor.model.unavailable import Refused
-from oomdoctor.objects.frames import chained, set_traceback, traceback_of
+from oomdoctor.objects.frames import chained, set_traceback, steps_of, traceback_of
 from oomdoctor.program.compiled import compile_python, statement_end
 from oomdoctor.program.names import bound_names
 from oomdoctor.retry.release import release
@@ -344,10 +344,9 @@ def _adopt(namespace: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _of_the_users(exc: BaseException, filename: str) -> None:
     """Cut what is ours off the beginning of a traceback."""
-    step = traceback_of(exc)
-    while step is not None and step.tb_frame.f_code.co_filename != filename:
-        step = step.tb_next
-    set_traceback(exc, step or traceback_of(exc))
+    steps = steps_of(traceback_of(exc))
+    own = next((step for step in steps if step.tb_frame.f_code.co_filename == filename), None)
+    set_traceback(exc, own or traceback_of(exc))
 
 
 def _list(source: str, filename: str) -> None:

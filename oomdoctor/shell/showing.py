@@ -27,7 +27,7 @@ from oomdoctor.shell.warm_up import is_watched
 
 if TYPE_CHECKING:
     from oomdoctor.shell.extension import Extension
-    from oomdoctor.views.diagnosis import Retry
+    from oomdoctor.views.outcome import Retry
 
 
 _SOON_S: Final = 0.3
@@ -220,7 +220,7 @@ def _brief(case: Case) -> str:
 
 def retry_of(case: Case) -> Retry:
     """Return what a retry would do now."""
-    from oomdoctor.views.diagnosis import Retry
+    from oomdoctor.views.outcome import Retry
 
     return Retry(chosen=pipeline.admitted(case, "exact"), why=pipeline.beyond_cure(case) or "")
 

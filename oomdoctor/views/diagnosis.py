@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
 from oomdoctor.model.case import Finding, OutcomeKind
 from oomdoctor.model.evidence import Evidence
-from oomdoctor.model.fix import Effect
 from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, Measured, Role
-from oomdoctor.model.plan import Candidate, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Unavailable
 from oomdoctor.views import labels
@@ -37,8 +35,8 @@ from oomdoctor.views.document import (
 )
 from oomdoctor.views.holder_groups import within
 from oomdoctor.views.holders import holders, worth_telling
-from oomdoctor.views.outcome import CHANGED, FOLLOWED, WHY, aftermath
-from oomdoctor.views.prices import fix_rows, offered, prices
+from oomdoctor.views.outcome import CHANGED, FOLLOWED, WHY, Retry, aftermath, next_steps
+from oomdoctor.views.prices import offered, prices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,21 +72,6 @@ _FATES_BY_FORMAT: Final = {
     "torchrun_killed": "lost a rank, which was killed",
 }
 """Where the wording tells more than the family."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """What `%oomdoctor retry` would do: the candidates that it would try, or why none, if not for their forecasts."""
-
-    chosen: tuple[Candidate, ...] = ()
-    why: str = ""
-
-    @classmethod
-    def of(cls, plan: Plan) -> Retry:
-        """Return what it would do by the plan alone: try what keeps the result and is not known to be too large."""
-        offered = (one for one in plan.candidates if one.refuted is None)
-        keeping = (one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT))
-        return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
 
 
 def answer(case: Case, retry: Retry | None = None) -> Document:
@@ -355,66 +338,3 @@ def causes(findings: tuple[Finding, ...]) -> Block:
             for finding in findings
         )
     )
-
-
-def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
-    """Return what happened, or what to type next: what is said to be run is what would be."""
-    if case.outcome.kind is not OutcomeKind.OFFERED:
-        end = aftermath(case)
-        return (
-            f"{end.mark} {end.title}",
-            *(f"{name}: {text}." for name, text in end.facts if name in (WHY, CHANGED, FOLLOWED)),
-        )
-    if case.plan.pending:
-        return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
-    rows = [row for row in prices(case.plan).fixes if row.apply]
-    if not rows:
-        return ()
-    if retry.why:
-        return (f"`%oomdoctor retry` runs nothing: {labels.clean(retry.why, 600)}.",)
-    verdict = retry.chosen[0].forecast.verdict if retry.chosen else None
-    if verdict is Verdict.FITS:
-        return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)
-    if verdict is not None:
-        number = case.plan.number(retry.chosen[0])
-        least = "no change that keeps the result is certain to fit"
-        return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
-    fitting = next((row for row in rows if row.verdict is Verdict.FITS and row.effect in _KEEPING), None)
-    if fitting is not None:
-        nothing = "`%oomdoctor retry` runs nothing unasked"
-        return (f"{nothing}: `{fitting.apply}` applies the fix that fits; state is restored first.",)
-    other = changing(case.plan)
-    if other is not None:
-        return (why_nothing(case.plan), f"`%oomdoctor fix {case.plan.number(other)}` {CHANGES}: {offered(other)}")
-    nothing = f"`%oomdoctor retry` runs nothing. {why_nothing(case.plan)}"
-    return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
-
-
-_KEEPING: Final = [labels.EFFECTS[effect][0] for effect in (Effect.EXACT, Effect.EQUIVALENT)]
-CHANGES: Final = "changes results and runs only when you ask for it"
-
-
-def changing(plan: Plan) -> Candidate | None:
-    """Return the best change of a plan that changes results and may fit; it is never made unasked."""
-    applied = {row.number for row in fix_rows(plan) if row.apply}
-    found = [one for one in plan.candidates if one.effect is Effect.CHANGES_RESULT and plan.number(one) in applied]
-    may_fit = [one for one in found if one.forecast.fits is not False and not one.breaks]
-    return next((one for one in may_fit if not one.forecast.is_hopeless), None)
-
-
-def why_nothing(plan: Plan) -> str:
-    """Return in a sentence why a retry would try none of the plan's changes."""
-    offered = [one for one in plan.candidates if one.refuted is None and one.effect is not Effect.ADVICE]
-    keeping = [one for one in offered if one.effect in (Effect.EXACT, Effect.EQUIVALENT)]
-    if not plan.candidates and not plan.refusals:
-        return f"No fix was looked for: {labels.clean(plan.unchanged.refused or plan.unchanged.basis)}."
-    if not offered:
-        refused = labels.count(len(plan.refusals), "fix was refused", "fixes were refused")
-        return f"No fix applies to this cell: {refused}." if plan.refusals else "No fix applies to this cell."
-    if not keeping:
-        return "The fixes that apply change results, so none runs unasked."
-    if all(one.forecast.fits is False for one in keeping):
-        return "No fix that keeps the results is forecast to fit."
-    if all(one.breaks for one in keeping if one.forecast.fits is not False):
-        return "The fixes that keep the results failed in their dry run."
-    return "No fix that keeps the results is certain enough to run unasked."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from rich.text import Text
 
@@ -19,7 +19,9 @@ from oomdoctor.model.memory import Role
 from oomdoctor.model.plan import Course, Verdict
 from oomdoctor.model.sizes import format_size
 
-Inline = str | Text
+Said: TypeAlias = str
+"""A text in our words, which is shown in the reader's language; others are code, figures and marks."""
+Inline: TypeAlias = Said | Text
 
 
 def prose(sentence: Inline) -> Text:
@@ -57,17 +59,17 @@ def apart(*blocks: Block | None) -> Document:
 class Head:
     """The title of what follows, and what belongs on its line."""
 
-    title: str
-    aside: str = ""
+    title: Said
+    aside: Said = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A line of the user's code and where it stands; ``before`` says what it is."""
 
-    place: str
+    place: Said
     line: str
-    before: str = ""
+    before: Said = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +93,16 @@ class Notice:
     """How something ended: a mark that says good or bad without colour, one sentence, then named facts."""
 
     mark: str
-    title: str
-    facts: tuple[tuple[str, str], ...]
+    title: Said
+    facts: tuple[tuple[Said, Said], ...]
 
 
 class Cause(NamedTuple):
     """A likely cause with the sentences that speak for it, its rule's id, and the address of that one's page."""
 
-    title: str
-    confidence: str
-    because: tuple[str, ...]
+    title: Said
+    confidence: Said
+    because: tuple[Said, ...]
     rule: str = ""
     page: str = ""
 
@@ -124,9 +126,9 @@ class Diff:
 class Fold:
     """What a page shows only where a reader opens it; text shows it below its title."""
 
-    title: str
+    title: Said
     blocks: Document
-    aside: str = ""
+    aside: Said = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class Segment:
     """
 
     kind: str
-    label: str
+    label: Said
     size: str
     ratio: float
 
@@ -167,7 +169,7 @@ class Bar:
         is_slim: whether a page names its segments within the bar alone.
     """
 
-    title: str
+    title: Said
     budget: str | None
     budget_ratio: float | None
     segments: tuple[Segment, ...]
@@ -211,7 +213,7 @@ class Timeline:
         axis: what the lines are: of a cell, or numbers of cells, where each point is the end of one.
     """
 
-    sentence: str
+    sentence: Said
     points: tuple[tuple[int, int | None], ...]
     by_role: tuple[tuple[Role, tuple[int, ...]], ...] = ()
     budget_bytes: int | None = None
@@ -321,19 +323,19 @@ class FixRow:
     """
 
     number: int
-    title: str
+    title: Said
     dose: str
-    effect: str
-    promise: str
-    peak: str
-    basis: str
+    effect: Said
+    promise: Said
+    peak: Said
+    basis: Said
     verdict: Verdict
-    verdict_text: str
-    slowdown: str
+    verdict_text: Said
+    slowdown: Said
     gauge: Gauge | None
     apply: str | None
     diff: str | None
-    notes: tuple[str, ...]
+    notes: tuple[Said, ...]
 
 
 @dataclass(frozen=True, slots=True)

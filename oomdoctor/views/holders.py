@@ -16,7 +16,7 @@ from oomdoctor.model.sizes import MIB, format_size
 from oomdoctor.views import labels
 from oomdoctor.views.document import Document, Fold, Head, Inline, Line, Table, Treemap, apart, given
 from oomdoctor.views.holder_groups import WEIGHTS, grouped, saved_within
-from oomdoctor.views.treemap import treemap
+from oomdoctor.views.pictures import treemap
 
 TOP: Final = 10
 """Holders that are listed where no number is asked for. Where more are asked for, single weights are listed."""

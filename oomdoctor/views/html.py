@@ -15,10 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from oomdoctor.language import is_chinese, say
-from oomdoctor.views import treemap
 from oomdoctor.views.document import Document, FixRow, Inline, prose
 from oomdoctor.views.labels import KINDS, TONES
-from oomdoctor.views.pictures import TIMELINE_HEIGHT, timeline_drawn
+from oomdoctor.views.pictures import TIMELINE_HEIGHT, TREEMAP_HEIGHT, timeline_drawn, treemap_drawn
 from oomdoctor.views.translated import inline, translated
 
 _BELOW: Final = '~.jp-OutputArea-child:has(>[data-mime-type="application/vnd.jupyter.stderr"])'
@@ -94,9 +93,9 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(spans=_spans, fill=_fill, share=_share, timeline=timeline_drawn, treemap=treemap.drawn)
+    environment.filters.update(spans=_spans, fill=_fill, share=_share, timeline=timeline_drawn, treemap=treemap_drawn)
     environment.globals.update(
-        say=say, tones=TONES, kinds=KINDS, heights={"timeline": TIMELINE_HEIGHT, "treemap": treemap.HEIGHT}
+        say=say, tones=TONES, kinds=KINDS, heights={"timeline": TIMELINE_HEIGHT, "treemap": TREEMAP_HEIGHT}
     )
     return environment
 

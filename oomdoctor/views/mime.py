@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from oomdoctor.model.case import Case
     from oomdoctor.model.plan import Forecast
-    from oomdoctor.views.diagnosis import Retry
     from oomdoctor.views.document import Document
+    from oomdoctor.views.outcome import Retry
 
 
 def bundle(

@@ -1,19 +1,33 @@
-"""How a case ended: the notice that is seen after a retry, or after one was refused.
+"""How a case ended, which is told after a retry or after one was refused, and what a retry would do before that.
 
 A healed cell answers ``ok``, so the notice is the only sign that something else ran than what stands in the cell.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from oomdoctor.model.case import Outcome, OutcomeKind, State
-from oomdoctor.model.plan import Candidate, Forecast, MeasuredPeak, Verdict
+from oomdoctor.model.fix import Effect
+from oomdoctor.model.plan import Candidate, Forecast, MeasuredPeak, Plan, Verdict
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.views import labels
 from oomdoctor.views.document import FixRow, Notice
-from oomdoctor.views.prices import basis, fix_rows, keeps, made_anew, measured_by, needed, pace, tensors, took_of
+from oomdoctor.views.prices import (
+    basis,
+    fix_rows,
+    keeps,
+    made_anew,
+    measured_by,
+    needed,
+    offered,
+    pace,
+    prices,
+    tensors,
+    took_of,
+)
 
 if TYPE_CHECKING:
     from oomdoctor.model.case import Case, RanksTogether
@@ -202,3 +216,81 @@ def _untried(case: Case) -> FixRow | None:
         if row.apply and candidate.label not in case.outcome.fixes and row.verdict is not Verdict.TOO_LARGE:
             return row
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """What `%oomdoctor retry` would do: the candidates that it would try, or why none, if not for their forecasts."""
+
+    chosen: tuple[Candidate, ...] = ()
+    why: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Retry:
+        """Return what it would do by the plan alone: try what keeps the result and is not known to be too large."""
+        offered = (one for one in plan.candidates if one.refuted is None)
+        keeping = (one for one in offered if one.effect.keeps_results)
+        return cls(chosen=tuple(one for one in keeping if one.forecast.fits is not False))
+
+
+def next_steps(case: Case, retry: Retry) -> tuple[str, ...]:
+    """Return what happened, or what to type next: what is said to be run is what would be."""
+    if case.outcome.kind is not OutcomeKind.OFFERED:
+        end = aftermath(case)
+        return (
+            f"{end.mark} {end.title}",
+            *(f"{name}: {text}." for name, text in end.facts if name in (WHY, CHANGED, FOLLOWED)),
+        )
+    if case.plan.pending:
+        return ("`%oomdoctor retry` waits for the forecasts, then runs the cell again with the best fix that fits.",)
+    rows = [row for row in prices(case.plan).fixes if row.apply]
+    if not rows:
+        return ()
+    if retry.why:
+        return (f"`%oomdoctor retry` runs nothing: {labels.clean(retry.why, 600)}.",)
+    verdict = retry.chosen[0].forecast.verdict if retry.chosen else None
+    if verdict is Verdict.FITS:
+        return ("`%oomdoctor retry` runs the cell again with the best fix that fits; state is restored first.",)
+    if verdict is not None:
+        number = case.plan.number(retry.chosen[0])
+        least = "no change that keeps the result is certain to fit"
+        return (f"`%oomdoctor retry` tries fix {number} first, though {least}; state is restored first.",)
+    fitting = next((row for row in rows if row.verdict is Verdict.FITS and row.effect in _KEEPING), None)
+    if fitting is not None:
+        nothing = "`%oomdoctor retry` runs nothing unasked"
+        return (f"{nothing}: `{fitting.apply}` applies the fix that fits; state is restored first.",)
+    other = changing(case.plan)
+    if other is not None:
+        return (why_nothing(case.plan), f"`%oomdoctor fix {case.plan.number(other)}` {CHANGES}: {offered(other)}")
+    nothing = f"`%oomdoctor retry` runs nothing. {why_nothing(case.plan)}"
+    return (f"{nothing} `{rows[0].apply}` tries one all the same; state is restored first.",)
+
+
+_KEEPING: Final = [labels.EFFECTS[effect][0] for effect in Effect if effect.keeps_results]
+CHANGES: Final = "changes results and runs only when you ask for it"
+
+
+def changing(plan: Plan) -> Candidate | None:
+    """Return the best change of a plan that changes results and may fit; it is never made unasked."""
+    applied = {row.number for row in fix_rows(plan) if row.apply}
+    found = [one for one in plan.candidates if one.effect is Effect.CHANGES_RESULT and plan.number(one) in applied]
+    may_fit = [one for one in found if one.forecast.fits is not False and not one.breaks]
+    return next((one for one in may_fit if not one.forecast.is_hopeless), None)
+
+
+def why_nothing(plan: Plan) -> str:
+    """Return in a sentence why a retry would try none of the plan's changes."""
+    offered = [one for one in plan.candidates if one.refuted is None and one.effect is not Effect.ADVICE]
+    keeping = [one for one in offered if one.effect.keeps_results]
+    if not plan.candidates and not plan.refusals:
+        return f"No fix was looked for: {labels.clean(plan.unchanged.refused or plan.unchanged.basis)}."
+    if not offered:
+        refused = labels.count(len(plan.refusals), "fix was refused", "fixes were refused")
+        return f"No fix applies to this cell: {refused}." if plan.refusals else "No fix applies to this cell."
+    if not keeping:
+        return "The fixes that apply change results, so none runs unasked."
+    if all(one.forecast.fits is False for one in keeping):
+        return "No fix that keeps the results is forecast to fit."
+    if all(one.breaks for one in keeping if one.forecast.fits is not False):
+        return "The fixes that keep the results failed in their dry run."
+    return "No fix that keeps the results is certain enough to run unasked."

@@ -25,9 +25,9 @@ from oomdoctor.views.controls import (
     to_copy,
     working,
 )
-from oomdoctor.views.diagnosis import Retry, changing, why_nothing
 from oomdoctor.views.document import FixRow
 from oomdoctor.views.html import part
+from oomdoctor.views.outcome import Retry, changing, why_nothing
 from oomdoctor.views.prices import fix_rows, offered
 
 if TYPE_CHECKING:

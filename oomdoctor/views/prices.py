@@ -138,7 +138,7 @@ def fix_row(number: int, candidate: Candidate, plan: Plan) -> FixRow:
     forecast, is_offered = candidate.forecast, candidate.refuted is None
     verdict = forecast.verdict if took is None else Verdict.FITS
     effect, promise = labels.EFFECTS[candidate.effect]
-    if candidate.is_tried and candidate.effect in (Effect.EXACT, Effect.EQUIVALENT) and is_offered:
+    if candidate.is_tried and candidate.effect.keeps_results and is_offered:
         promise = f"{promise}, to be checked"
     is_written = not isinstance(candidate.patch, Refused)
     is_applied = candidate.effect is not Effect.ADVICE and (is_written or candidate.applies_live)
@@ -285,7 +285,7 @@ def offered(candidate: Candidate) -> str:
 def keeps(effect: Effect) -> str:
     """Return what becomes of the results, in a list of facts."""
     name, promise = labels.EFFECTS[effect]
-    return promise if effect in (Effect.EXACT, Effect.EQUIVALENT) else name
+    return promise if effect.keeps_results else name
 
 
 def pace(candidate: Candidate) -> str:
@@ -294,7 +294,7 @@ def pace(candidate: Candidate) -> str:
     The ratio is of operations that were counted and not timed. It tells what work is added. A change of the results
     may do less work than was asked for, which is no speed.
     """
-    ratio, is_kept = candidate.forecast.slowdown, candidate.effect in (Effect.EXACT, Effect.EQUIVALENT)
+    ratio, is_kept = candidate.forecast.slowdown, candidate.effect.keeps_results
     if ratio is None or (ratio < 1 - _SAME_PACE and not is_kept):
         return ""
     if ratio <= 1 + _SAME_PACE:

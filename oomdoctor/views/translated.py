@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from rich.text import Text
 
 from oomdoctor.language import is_chinese, say
-from oomdoctor.views.document import (
-    Bar,
-    Block,
-    Causes,
-    Diff,
-    Document,
-    Fixes,
-    FixRow,
-    Fold,
-    Head,
-    Inline,
-    Items,
-    Line,
-    Notice,
-    Section,
-    Segment,
-    Source,
-    Static,
-    Table,
-    Timeline,
-    Treemap,
-    prose,
-)
+from oomdoctor.views.document import Cause, Document, Inline, prose
 
 _CODE: Final = frozenset({"path", "freeing", "command"})
 """Styles of what comes from the user's program."""
+_OURS: Final = re.compile(r"\b(Said|Inline|Document|Cause|Segment|FixRow)\b")
+"""In the types of fields that have texts of ours."""
 _NAMELESS: Final = "local `"
 """How the path of a holder begins that is told in our words."""
 
 
 def translated(document: Document) -> Document:
     """Return ``document`` in the language that was chosen; itself where that is English."""
-    return tuple(map(_block, document)) if is_chinese() else document
+    return tuple(map(_told, document)) if is_chinese() else document
 
 
 def inline(content: Inline) -> Inline:
@@ -76,55 +57,14 @@ def _stretches(text: Text) -> list[tuple[str, str]]:
     return [one for one in (*stretches, (text.plain[at:], "")) if one[0]]
 
 
-def _block(block: Block) -> Block:
-    match block:
-        case Line():
-            return replace(block, text=inline(block.text))
-        case Head():
-            return replace(block, title=say(block.title), aside=say(block.aside))
-        case Source():
-            return replace(block, place=say(block.place), before=say(block.before))
-        case Items():
-            return replace(block, rows=tuple(map(inline, block.rows)))
-        case Table():
-            return replace(block, rows=tuple(tuple(map(inline, row)) for row in block.rows))
-        case Notice():
-            facts = tuple((say(name), say(told)) for name, told in block.facts)
-            return replace(block, title=say(block.title), facts=facts)
-        case Causes():
-            rows = (
-                one._replace(title=say(one.title), confidence=say(one.confidence), because=tuple(map(say, one.because)))
-                for one in block.rows
-            )
-            return replace(block, rows=tuple(rows))
-        case Fold():
-            blocks = tuple(map(_block, block.blocks))
-            return replace(block, title=say(block.title), blocks=blocks, aside=say(block.aside))
-        case Static() | Section():
-            return replace(block, blocks=tuple(map(_block, block.blocks)))
-        case Bar():
-            return replace(block, title=say(block.title), segments=tuple(map(_segment, block.segments)))
-        case Timeline():
-            return replace(block, sentence=say(block.sentence))
-        case Fixes():
-            return replace(block, rows=tuple(map(_fix, block.rows)))
-        case Diff() | Treemap():
-            return block
-
-
-def _segment(segment: Segment) -> Segment:
-    return replace(segment, label=say(segment.label))
-
-
-def _fix(row: FixRow) -> FixRow:
-    return replace(
-        row,
-        title=say(row.title),
-        effect=say(row.effect),
-        promise=say(row.promise),
-        peak=say(row.peak),
-        basis=say(row.basis),
-        verdict_text=say(row.verdict_text),
-        slowdown=say(row.slowdown),
-        notes=tuple(map(say, row.notes)),
-    )
+def _told(part: Any) -> Any:
+    """Return a text, a block or a row of one in the language that was chosen."""
+    if isinstance(part, str | Text):
+        return inline(part)
+    if type(part) is tuple:
+        return tuple(map(_told, part))
+    ours = [name for name, kind in type(part).__annotations__.items() if _OURS.search(str(kind))]
+    told = {name: _told(getattr(part, name)) for name in ours}
+    if not told:
+        return part
+    return part._replace(**told) if isinstance(part, Cause) else replace(part, **told)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
-from oomdoctor.allocator.replay import replay
 from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.forecast.outcome import replay
 from oomdoctor.model.sizes import KIB, MIB
 
 

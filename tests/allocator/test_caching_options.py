@@ -3,8 +3,8 @@
 import pytest
 
 from oomdoctor.allocator.caching import CachingAllocator, OutOfSpace
-from oomdoctor.allocator.replay import replay
 from oomdoctor.allocator.settings import AllocatorSettings
+from oomdoctor.forecast.outcome import replay
 from oomdoctor.model.sizes import KIB, MIB
 
 EXPANDS = "expandable_segments:True"

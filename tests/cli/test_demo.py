@@ -11,7 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from oomdoctor.cli import demo, main
-from oomdoctor.cli.demo_kernel import CellEnd, Reading, run_notebook
+from oomdoctor.cli.demo import CellEnd, Reading, run_notebook
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.model.fix import Edit
 

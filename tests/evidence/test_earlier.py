@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oomdoctor.evidence.collect import earlier_errors
+from oomdoctor.objects.frames import earlier_errors
 
 CELLS = {"<cell 1>": 1}
 

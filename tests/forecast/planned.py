@@ -17,7 +17,7 @@ from oomdoctor.model.incident import Family, Incident
 from oomdoctor.model.memory import Census, DeviceMemory, HostMemory, Role
 from oomdoctor.model.session import Session
 from oomdoctor.model.unavailable import Refused, Unavailable
-from oomdoctor.testing.healing import held_already
+from oomdoctor.testing import held_already
 
 MIB = 1 << 20
 SEGMENT = 2 * MIB

@@ -10,11 +10,11 @@ from planned import INCIDENT, MIB, besides, evidence, fix, program, shrinking
 
 from oomdoctor import pipeline
 from oomdoctor.allocator.caching import CachingAllocator
-from oomdoctor.allocator.replay import replay
 from oomdoctor.errors import OomDoctorError
 from oomdoctor.forecast import price
 from oomdoctor.forecast.dry_run_result import Reading, no_reading
 from oomdoctor.forecast.growth import Cut, Growth
+from oomdoctor.forecast.outcome import replay
 from oomdoctor.forecast.planner import Planner
 from oomdoctor.forecast.ranking import make_plan
 from oomdoctor.model.fix import Effect

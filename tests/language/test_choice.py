@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oomdoctor.language.choice import automatic
+from oomdoctor.language import automatic
 
 SETTING = "lab/user-settings/@jupyterlab/translation-extension/plugin.jupyterlab-settings"
 

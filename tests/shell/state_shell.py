@@ -19,7 +19,7 @@ from IPython.utils.capture import capture_output
 from oomdoctor import fixes, pipeline
 from oomdoctor.model.case import Case
 from oomdoctor.model.sizes import parse_size
-from oomdoctor.testing.healing import held_already
+from oomdoctor.testing import held_already
 
 __all__ = ["besides", "cleared", "differing", "known", "run", "said", "seed", "started"]
 

@@ -19,11 +19,11 @@ from cases import CASES, offered
 from jsonschema import Draft202012Validator
 
 import oomdoctor
+from oomdoctor.cli.explain import to_dict
 from oomdoctor.model import jsonable
 from oomdoctor.model.memory import CellGrowth
 from oomdoctor.model.peak import Allocations, Caller, Moment, Peak
 from oomdoctor.model.sizes import MIB
-from oomdoctor.views import peak
 from oomdoctor.views.displayed import Report
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def test_what_a_snapshot_held_has_the_shape(tool: ModuleType) -> None:
     caller = Caller(path="train.py", line=3, function="step")
     held = Allocations(size=MIB, count=1, caller=caller, innermost=caller)
     found = Peak(device="cuda:0", moment=Moment.PEAK, allocated=MIB, reserved=2 * MIB, holders=(held,))
-    assert faults(tool, "Snapshot", peak.to_dict([found])) == []
+    assert faults(tool, "Snapshot", to_dict([found])) == []
 
 
 @pytest.mark.thorough

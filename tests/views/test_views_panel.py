@@ -15,7 +15,7 @@ from oomdoctor.model.plan import Candidate
 from oomdoctor.model.sizes import format_size
 from oomdoctor.model.unavailable import Refused
 from oomdoctor.views import panel
-from oomdoctor.views.diagnosis import Retry
+from oomdoctor.views.outcome import Retry
 
 
 class Recorder:

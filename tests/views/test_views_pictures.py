@@ -19,11 +19,10 @@ from oomdoctor.model.code import ModelFacts
 from oomdoctor.model.memory import Census, Holding, Role
 from oomdoctor.model.plan import Course
 from oomdoctor.model.sizes import GIB, MIB
-from oomdoctor.views import html, pictures, treemap
+from oomdoctor.views import html, pictures
 from oomdoctor.views.document import Timeline, Treemap
 from oomdoctor.views.labels import KINDS
-from oomdoctor.views.pictures import WIDTH, Picture, fill, picture
-from oomdoctor.views.treemap import Box, squarified
+from oomdoctor.views.pictures import WIDTH, Box, Picture, fill, picture, squarified
 
 SVG = "{http://www.w3.org/2000/svg}"
 ELEMENTS = {"svg", "title", "desc", "defs", "pattern", "g", "path", "rect", "text"}
@@ -84,9 +83,9 @@ def test_rectangles_do_not_overlap_and_are_nearly_square() -> None:
 
 
 def test_areas_are_the_shares_of_all_that_was_found() -> None:
-    found = treemap.treemap(cases.census(), ())
+    found = pictures.treemap(cases.census(), ())
     assert found is not None
-    drawn = treemap.drawn(found)
+    drawn = pictures.treemap_drawn(found)
     shares = areas(drawn)
     assert shares["loss.grad_fn (encoder.layers)"] == pytest.approx(4.1 / 7.02, rel=1e-2)
     assert sum(shares.values()) == pytest.approx(1)
@@ -100,7 +99,7 @@ def test_areas_are_the_shares_of_all_that_was_found() -> None:
 def test_a_module_is_split_as_long_as_its_parts_can_be_seen() -> None:
     weights = [(Role.PARAMETER, f"model.blocks[{at}].weight", 10 * MIB) for at in range(3)]
     small = [(Role.PARAMETER, f"model.blocks[3][{at}].weight", 64 << 10) for at in range(4)]
-    found = treemap.treemap(census(*weights, *small, (Role.GRADIENT, "model.blocks[0].weight.grad", MIB)), ONE_MODEL)
+    found = pictures.treemap(census(*weights, *small, (Role.GRADIENT, "model.blocks[0].weight.grad", MIB)), ONE_MODEL)
     assert found is not None
     tiles = {kind: dict(of_kind) for kind, of_kind in found.tiles}
     names = {f"model.blocks[{at}]": 10 * MIB for at in range(3)}
@@ -112,15 +111,15 @@ def test_what_a_graph_saved_is_of_the_modules_that_it_was_saved_in() -> None:
     saved = (("model.blocks[0]", 6 * MIB), ("model.blocks[1]", 3 * MIB))
     kept = census((Role.ACTIVATION, "loss → graph", 10 * MIB))
     kept = replace(kept, holdings=(replace(kept.holdings[0], saved_in=saved),))
-    found = treemap.treemap(kept, ONE_MODEL)
+    found = pictures.treemap(kept, ONE_MODEL)
     assert found == Treemap(
         (("activation", (("model.blocks[0]", 6 * MIB), ("model.blocks[1]", 3 * MIB), ("loss → graph", MIB))),)
     )
 
 
 def test_items_of_a_container_are_tiles_where_they_are_large_and_one_where_they_are_not() -> None:
-    large = treemap.treemap(census(*((Role.USER_TENSOR, f"kept[{at}]", MIB) for at in range(3))), ())
-    small = treemap.treemap(
+    large = pictures.treemap(census(*((Role.USER_TENSOR, f"kept[{at}]", MIB) for at in range(3))), ())
+    small = pictures.treemap(
         census((Role.BATCH, "x", 500 * MIB), *((Role.USER_TENSOR, f"kept[{at}]", MIB) for at in range(20))), ()
     )
     assert large is not None
@@ -131,7 +130,7 @@ def test_items_of_a_container_are_tiles_where_they_are_large_and_one_where_they_
 
 @pytest.mark.parametrize("held", [(), ((Role.BATCH, "x", 0),), ((Role.BATCH, "x", MIB),)])
 def test_there_is_no_treemap_of_one_holder_or_none(held: tuple[tuple[Role, str, int], ...]) -> None:
-    assert treemap.treemap(census(*held), ()) is None
+    assert pictures.treemap(census(*held), ()) is None
 
 
 # Timelines ------------------------------------------------------------------------------------------------------------
@@ -222,9 +221,9 @@ def test_the_ends_of_cells_are_told_by_their_numbers() -> None:
 
 def test_hostile_names_are_text_in_the_picture_and_around_it() -> None:
     hostile = f"{cases.HOSTILE}</svg><script>alert(1)</script>{cases.CONTROL}"
-    found = treemap.treemap(census((Role.BATCH, hostile, MIB), (Role.USER_TENSOR, "]]>&amp;", MIB)), ())
+    found = pictures.treemap(census((Role.BATCH, hostile, MIB), (Role.USER_TENSOR, "]]>&amp;", MIB)), ())
     assert found is not None
-    drawn = treemap.drawn(found)
+    drawn = pictures.treemap_drawn(found)
     assert {element.tag.removeprefix(SVG) for element in svg(drawn).iter()} <= ELEMENTS
     assert any(cases.HOSTILE in (element.text or "") for element in svg(drawn).iter(f"{SVG}desc"))
     page = html.render((found,))
@@ -265,7 +264,7 @@ def test_white_names_can_be_read_on_every_role(role: Role) -> None:
     ],
 )
 def test_a_long_name_keeps_its_number_or_is_left_out(name: str, room: int, told: str) -> None:
-    assert treemap.shortened(name, room) == told
+    assert pictures.shortened(name, room) == told
 
 
 def test_the_peak_of_a_timeline_is_that_of_the_forecast() -> None:

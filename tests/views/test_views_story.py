@@ -17,14 +17,14 @@ from oomdoctor.model.unavailable import Refused, Unavailable
 from oomdoctor.pipeline.failure import with_made
 from oomdoctor.views import text
 from oomdoctor.views.device_card import device_bar
-from oomdoctor.views.diagnosis import Retry, answer, headline, missing, next_steps, tell, why_nothing
+from oomdoctor.views.diagnosis import answer, headline, missing, tell
 from oomdoctor.views.document import Bar, Causes, Line, Table, Timeline
 from oomdoctor.views.holder_groups import within
 from oomdoctor.views.holders import holders
 from oomdoctor.views.host_card import host_bar
 from oomdoctor.views.labels import clean
 from oomdoctor.views.memory_report import cards
-from oomdoctor.views.outcome import FOLLOWED, aftermath
+from oomdoctor.views.outcome import FOLLOWED, Retry, aftermath, next_steps, why_nothing
 from oomdoctor.views.prices import fix_row, fix_rows, offered, pace, prices
 
 
