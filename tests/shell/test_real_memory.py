@@ -47,7 +47,7 @@ ADAMW = MODEL.replace("SGD(model.parameters(), lr=0.05, momentum=0.9)", "AdamW(m
 UNLIMITED = "resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)"
 
 
-@pytest.mark.parametrize("megabytes", [20, 120])
+@pytest.mark.parametrize("megabytes", [20, 60])
 def test_where_no_change_fits_the_failure_is_the_users_and_the_kernel_goes_on(kernel: Kernel, megabytes: int) -> None:
     kernel.run("%load_ext oomdoctor\n%config OomDoctor.auto = 'exact'\n%config OomDoctor.forecast_time_s = 0", ok=True)
     for cell in (ADAMW, DATA):
@@ -56,7 +56,7 @@ def test_where_no_change_fits_the_failure_is_the_users_and_the_kernel_goes_on(ke
     kernel.run(LIMIT.replace("700", str(megabytes)), ok=True)
     failed = kernel.run(TRAIN, ok=False)
     kernel.run(UNLIMITED, ok=True)
-    assert "DefaultCPUAllocator: can't allocate memory" in failed.text
+    assert any(words in failed.text for words in ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc"))
     assert "can't start new thread" not in failed.text
     case = kernel.value("(lambda case: case and case.to_dict()['outcome'])(__import__('oomdoctor').last_case())")
     left = kernel.value(STATE)
