@@ -202,6 +202,8 @@ def _peak(forecast: Forecast) -> str:
     told = f"{told} in tensors" if _is_pooled(forecast) else told
     if forecast.budget is None:
         return told
+    if not forecast.budget:  # what a retry keeps for itself is more than is free
+        return f"{told}, more than is left"
     limit = format_size(forecast.budget)
     is_far = (least or need) > _FAR * forecast.budget
     return f"{told}, far over the {limit} for tensors" if is_far else f"{told} of {limit}"
