@@ -233,6 +233,7 @@ async def _attempt(
         if writes:
             live.enter_context(transaction.unread())
         texts = {str(edit.file): edit.after for edit in attempt.modules}
+        live.enter_context(transaction.made_again())
         with importing(texts), teams_in_room(), large_blocks_apart(), transaction.armed(strict=True):
             begun_s = time.monotonic()
             return await run(attempt), time.monotonic() - begun_s

@@ -145,6 +145,25 @@ class Transaction:
         finally:
             builtins.open = io.open = opened
 
+    @contextmanager
+    def made_again(self) -> Iterator[None]:
+        """Let the body make a folder again that the run which failed has made: the cell found none."""
+        make, first_ns = os.mkdir, self._begun_ns - _COARSE_NS
+
+        def made(path: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                make(path, *args, **kwargs)
+            except FileExistsError:
+                there = Path(os.fsdecode(path))
+                if kwargs or not there.is_dir() or there.stat().st_ctime_ns < first_ns:
+                    raise
+
+        os.mkdir = made
+        try:
+            yield
+        finally:
+            os.mkdir = make
+
     def arm(self) -> None:
         """Set the hooks that copy what is about to change: one before the first forward, one before the first step."""
         snapshot = self._snapshot

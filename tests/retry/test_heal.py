@@ -144,6 +144,20 @@ assert torch.load('a.pt') == 1
     assert outcome_of(["open('left.txt').close()"])[0].kind is OutcomeKind.HEALED, "nothing of it writes"
 
 
+def test_a_folder_that_a_run_has_made_is_made_again_and_one_that_was_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, made = os.mkdir, "import os\nos.makedirs('runs/new')"
+    outcome, error, namespace = outcome_of([f"{made}\nraise Doomed", f"{made}\nlog.append(2)"])
+    assert (outcome.kind, outcome.attempts, error) == (OutcomeKind.HEALED, 2, None)
+    assert namespace["log"] == [0, 2]
+    assert os.mkdir is make
+    time.sleep(0.1)  # by the clock of the file system
+    outcome, error, _ = outcome_of(["import os\nos.mkdir('runs')"])
+    assert (outcome.kind, type(error)) == (OutcomeKind.FAILED, FileExistsError)
+
+
 def test_when_none_does_the_state_is_that_of_the_start() -> None:
     outcome, error, namespace = outcome_of(["log.append(1); raise Doomed"] * 2)
     assert (outcome.kind, outcome.state, outcome.attempts) == (OutcomeKind.ROLLED_BACK, State.RESTORED, 2)
