@@ -9,6 +9,7 @@ trial has cut. Both programs are then run with that value as it may become: a co
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import FrameType, MappingProxyType
@@ -19,6 +20,8 @@ import torch
 from oomdoctor.program.compiled import Site
 
 _NAMED: Final = 3
+_MOST_VISITS: Final = 2_000
+"""Visits of an expression at which the names in it are looked up, which takes longer than most expressions."""
 
 
 class Values:
@@ -42,6 +45,7 @@ class Values:
         self._is_first, self._is_later = is_first, is_later
         self._first: dict[Site, set[Any]] = {}
         self._parts: dict[tuple[str, str], set[Any]] = {}
+        self._visits = Counter[Site]()
 
     def pass_on(self, told: tuple[Any, ...], value: Any) -> Any:
         """Return the value of an expression, or the one that it comes to in later steps; note what it is made of."""
@@ -53,9 +57,11 @@ class Values:
         if number is not None:
             if self._is_first():
                 self._first.setdefault(site, set()).add(number)
-            frame = sys._getframe(1)
-            for name in site.names:
-                self._add((site.function, name), _number(_read(frame, name)))
+            self._visits[site] += 1
+            if self._visits[site] <= _MOST_VISITS:
+                frame = sys._getframe(1)
+                for name in site.names:
+                    self._add((site.function, name), _number(_read(frame, name)))
         return value
 
     def still(self) -> Mapping[Site, Any]:
@@ -73,8 +79,9 @@ class Values:
         return dict(sorted(moved, key=lambda one: one[1] is True))
 
     def _add(self, part: tuple[str, str], number: float | None) -> None:
-        if number is not None:
-            self._parts.setdefault(part, set()).add(number)
+        numbers = self._parts.setdefault(part, set())
+        if number is not None and len(numbers) < 2:
+            numbers.add(number)
 
     def _moves(self, part: tuple[str, str]) -> bool:
         numbers = self._parts.get(part, set())
