@@ -37,6 +37,8 @@ _SENDS: Final = ("/zmq/", "/ipykernel/", "/jupyter_client/", "\\zmq\\", "\\ipyke
 _IMPORTS: Final = "<frozen importlib"
 _RUNS_USERS: Final = {"run_code": "interactiveshell.py", "trigger": "events.py"}
 """Functions of IPython that run code of a cell, and callbacks around it, and show what these raise."""
+_FAIR_SHARE: Final = 8
+"""One that touches less than this part of what another does is not what fills memory."""
 _TOUCHES_S: Final = 0.005
 """Time in which a thread that fills memory touches some."""
 _FAULTS: Final = 7
@@ -80,9 +82,15 @@ class Interrupt:
                 signal.signal(self.signal, signal.SIG_DFL)
             self.signal = None
 
+    def own_signal(self) -> int | None:
+        """Return the signal, None where there is none or the user has set a handler of their own for it."""
+        return self.signal if self.signal is not None and signal.getsignal(self.signal) == self._handler else None
+
     def begin_anew(self) -> None:
-        """Raise nothing in the main thread of what was asked for so far, and again in what has raised."""
+        """Raise nothing of what was asked for so far, and again in what has raised."""
         self._pending = None
+        for ident in self._told - {threading.main_thread().ident}:  # one that waits has not raised yet
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), None)
         self._told.clear()
         self._faults.clear()
 
@@ -95,9 +103,9 @@ class Interrupt:
         if not chosen and main in found and not self._told:
             chosen = [main]
         for thread in chosen:
-            if thread is main and self.signal is not None:
+            if thread is main and (number := self.own_signal()) is not None:
                 self._pending = self._pending or _pressure(reading)
-                signal.pthread_kill(main.ident or 0, self.signal)
+                signal.pthread_kill(main.ident or 0, number)
             elif self._may_raise(thread, sys._current_frames()):  # nothing runs between this look and the request
                 self.raised += 1
                 self._told.add(thread.ident)
@@ -105,12 +113,14 @@ class Interrupt:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), kind)
 
     def _touching(self, threads: list[threading.Thread]) -> list[threading.Thread]:
-        """Return those threads that touch memory which they had not touched."""
+        """Return the threads that touch most of the memory that was not touched before, each a fair share of it."""
         if not self._faults and threads:
             self._faults = {one.native_id: _faults_of(one.native_id) for one in threads}
             time.sleep(_TOUCHES_S)
         before, self._faults = self._faults, {one.native_id: _faults_of(one.native_id) for one in threads}
-        return [one for one in threads if self._faults[one.native_id] > before.get(one.native_id, 0)]
+        touched = {one: self._faults[one.native_id] - before.get(one.native_id, 0) for one in threads}
+        least = max(touched.values(), default=0) / _FAIR_SHARE
+        return [one for one, faults in touched.items() if faults > 0 and faults >= least]
 
     def _may_raise(self, thread: threading.Thread, frames: dict[int, FrameType]) -> bool:
         return (frame := frames.get(thread.ident or 0)) is not None and may_raise(frame, self._globals)

@@ -381,7 +381,7 @@ class Watch:
 
     def _sleep(self, cpu_s: float) -> float:
         """Sleep until the process has taken so much CPU time, or something begins; return the seconds still to wait."""
-        if self._clock is None or self.interrupt.signal is None:
+        if self._clock is None or self.interrupt.own_signal() is None:
             return max(cpu_s, _IDLE_S)
         until = (ctypes.c_long * 2)(0, int(min(cpu_s, _IDLE_S) * 1e9))
         self._sleeps = True
@@ -393,8 +393,8 @@ class Watch:
     def _awake(self) -> None:
         """Have the thread look now. A signal ends its sleep."""
         self._wake.set()
-        if self._sleeps and self._thread is not None:
-            signal.pthread_kill(self._thread.ident or 0, self.interrupt.signal or 0)
+        if self._sleeps and self._thread is not None and (number := self.interrupt.own_signal()) is not None:
+            signal.pthread_kill(self._thread.ident or 0, number)
 
     def _interrupt(self, cell: _Cell, reading: Reading | None) -> float:
         """Interrupt what fills memory where that has to be; return the seconds until the next look."""
