@@ -7,8 +7,11 @@ import os
 import socket
 import sys
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from oomdoctor.incident import find_oom
@@ -22,9 +25,11 @@ from oomdoctor.sandbox import process_groups
 
 _NEWS_S: Final = 1.0
 """Time in which another rank's word arrives, after a collective with it has failed."""
+_NAME: Final = "oomdoctor/name"
+"""Key of the name of a job in the store of its group of all ranks."""
 _PLACE: Final = "oomdoctor/place"
 """Key of where the ranks talk, in a store that they do not talk over."""
-_PLACE_S: Final = 30.0
+_PLACE_S: Final = 10.0
 _LONGEST: Final = 300
 
 
@@ -44,7 +49,8 @@ def told_of(error: BaseException) -> str:
 def ended_by(word: Word) -> BaseException:
     """Return what a run of this rank ends with that another rank's word has ended."""
     kind = PeerFailed if word.kind is WordKind.FAILED else PeerOutOfMemory
-    told = "failed" if word.kind is WordKind.FAILED else "ran out of memory"
+    others = {WordKind.FAILED: "failed", WordKind.UNFIT: "could not make the change"}
+    told = others.get(word.kind, "ran out of memory")
     return kind(f"rank {word.rank} {told}: {word.why}")
 
 
@@ -88,7 +94,8 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     dist: Any = sys.modules.get("torch.distributed")
     if not has_group() or dist.get_world_size() < 2:
         return None
-    store = c10d._get_default_store()
+    store = own = c10d._get_default_store()
+    name = own.compare_set(_NAME, "", uuid.uuid4().hex).decode()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     rank, world, kept = dist.get_rank(), dist.get_world_size(), store
@@ -97,7 +104,10 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     else:
         host, port, kept = _opened_by_first(store, rank)
     groups.port = port
-    circle = Circle(rank=rank, world=world, host=host, port=port, release=groups.release)
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    terms: dict[str, Any] = {"rank": rank, "world": world, "host": host, "port": port, "restart": restart}
+    circle = Circle(**terms, name=f"oomdoctor/{name}/", release=groups.release)
+    circle.closed = partial(own.delete_key, _NAME)
     groups.circle = circle
     if not groups.is_known:
         groups.adopt(circle)
@@ -105,11 +115,19 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     return Job(circle=circle, groups=groups, in_parts=True, begun_s=begun_s)
 
 
+def _own_address() -> str:
+    """Return an address of this machine: the one that a launcher has told, where it is one."""
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
+        with suppress(OSError), socket.create_server((host, 0)):
+            return host
+    return "127.0.0.1"
+
+
 def _opened_by_first(store: Any, rank: int) -> tuple[str, int, Any]:
     """Have rank 0 open a store for the ranks to talk over; return its host, its port, and what has to be kept of it."""
     dist: Any = sys.modules["torch.distributed"]
     if rank == 0:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        host = _own_address()
         own = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
         store.set(_PLACE, json.dumps([host, own.port]))
         return host, int(own.port), own

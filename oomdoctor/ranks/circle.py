@@ -84,13 +84,14 @@ class Circle:
 
     Args:
         host: of the job's store; ``port`` likewise.
-        restart: how many times the launcher has started the job anew.
+        restart: how many times the launcher has started the job anew; ``name``: what all keys stand below, where
+            other jobs may use the store.
         release: frees this rank from its collectives; called by the thread of the circle.
 
     Attributes:
         epoch: number of the run that is on, -1 before the first.
         presence: tells which ranks answer.
-        kept: what has to live as long as the circle, as the server of the store.
+        kept: what has to live as long as the circle, as the server of the store; ``closed``: called at its end.
         keeper: rank in whose process the server is, None where it is the launcher's, which outlives all ranks.
         asks_who_is_in: whether other ranks may not run what this one runs, as cells that are sent to some engines.
         gathering: name of the gathering of reports that this rank had a part in last; see ``gather``.
@@ -106,13 +107,14 @@ class Circle:
         host: str,
         port: int,
         restart: int = 0,
+        name: str = "",
         release: Callable[[], object] = lambda: None,
     ) -> None:
         import torch.distributed as distributed
 
         dist: Any = distributed
         self.rank, self.world, self.epoch = rank, world, -1
-        self.restart, self._release = restart, release
+        self.restart, self._release, self._name = restart, release, name
         self._word: Word | None = None
         self._is_open, self._is_listening = False, True
         self.released_s: float | None = None
@@ -122,16 +124,19 @@ class Circle:
         self.asks_who_is_in = False
         self.gathering = ""
         self.kept: Any = None
+        self.closed: Callable[[], object] = lambda: None
         self.keeper: int | None = None
 
         self._host, self._port = host, port
         terms: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
         terms["timeout"] = timedelta(seconds=_ANSWER_S)
         connections = [dist.TCPStore(host, port, None, **terms) for _ in range(2)]
-        self.store_of: Callable[[int], Any] = lambda of: JobStore(dist.PrefixStore(f"oomdoctor/{of}/", connections[0]))
+        self.store_of: Callable[[int], Any] = lambda of: JobStore(
+            dist.PrefixStore(f"{name}oomdoctor/{of}/", connections[0])
+        )
         self._store = self.store_of(restart)
         self.presence = Presence(self._store, rank, world)
-        self._bell: Any = dist.PrefixStore(f"oomdoctor/{restart}/", connections[1])
+        self._bell: Any = dist.PrefixStore(f"{name}oomdoctor/{restart}/", connections[1])
         self._thread = threading.Thread(target=self._listen, name="oomdoctor-ranks", daemon=True)
         self._thread.start()
 
@@ -141,7 +146,7 @@ class Circle:
 
         dist: Any = distributed
         store = dist.TCPStore(self._host, self._port, None, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(prefix, store)
+        return dist.PrefixStore(f"{self._name}{prefix}", store)
 
     # The thread of the circle -------------------------------------------------------------------------------------
 
@@ -354,7 +359,9 @@ class Circle:
         if not self._is_listening:
             return
         self._is_listening = False
-        with suppress(SilentRank):  # the store is gone
+        with suppress(RuntimeError):  # the store is gone
+            self.closed()
+        with suppress(SilentRank):  # likewise
             for key in (*self._own, *self._lasting, *[GATHERING] * bool(self.gathering)):
                 self._store.delete_key(key)
             self._store.set(f"bell/{self.rank}", "1")

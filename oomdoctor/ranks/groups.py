@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from oomdoctor.errors import OomDoctorError
-from oomdoctor.objects.alive import alive_exactly
+from oomdoctor.objects.alive import alive
 from oomdoctor.objects.named import is_users_file
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ class Groups:
             with self._noting():
                 return made(*args, **kwargs)
 
-        def keyed(url: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        def keyed(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
             with self._noting():
-                again = self._again()
-                meeting = again or next(iter(met(url, *args, **kwargs)))
+                again = self._again(rank, world_size)
+                meeting = again or next(iter(met(url, rank, world_size, **kwargs)))
             yield meeting
 
         initialise = c10d.init_process_group
@@ -109,7 +109,8 @@ class Groups:
                 return initialise(*args, **kwargs)
             self.is_librarys = not is_users_file(sys._getframe(1).f_code.co_filename)
             given = self._given = dict(inspect.signature(initialise).bind(*args, **kwargs).arguments)
-            if given.get("store") is not None and (again := self._again()) is not None:
+            own = given.get("rank", -1), given.get("world_size", -1)
+            if given.get("store") is not None and (again := self._again(*own)) is not None:
                 given["store"], given["rank"], given["world_size"] = again
             found = initialise(**given)
             self._has_met(c10d)
@@ -131,15 +132,20 @@ class Groups:
         self._prefix, self.is_released = prefix, False
         self._met = 0 if is_first and not self.meetings else 1
 
-    def _again(self) -> tuple[Any, int, int] | None:
-        """Return over what the ranks meet, and this rank among how many; None where the program has them meet."""
-        self._met += 1
+    def _again(self, rank: int = -1, world: int = -1) -> tuple[Any, int, int] | None:
+        """Return over what the ranks meet, and this rank among how many; None where the program has them meet.
+
+        That is the first time, and for a group of other ranks than those of the circle.
+        """
         circle = self.circle
+        if circle is not None and (world if world >= 0 else _world_of_environment(circle.world)) != circle.world:
+            return None
+        self._met += 1
         if circle is None or self._met == 1:
             return None
         with self._noting():
             store = circle.connection(f"{self._prefix}/{self._met}")
-        return store, circle.rank, circle.world
+        return store, rank if rank >= 0 else circle.rank, circle.world
 
     def _has_met(self, c10d: Any) -> None:
         self.meetings += 1
@@ -249,8 +255,9 @@ class Groups:
         """
         from torch.nn.parallel import DistributedDataParallel
 
-        alive = alive_exactly(DistributedDataParallel) if rewraps else ()
-        wrappers = [(one, one.module, _settings(one), dict(vars(one))) for one in alive]
+        c10d: Any = sys.modules[C10D]
+        wrapped = alive(DistributedDataParallel) if rewraps else ()
+        wrappers = [(one, one.module, _settings(one), dict(vars(one))) for one in wrapped]
         for wrapper, *_ in wrappers:
             for name in ("reducer", "logger", "process_group"):
                 vars(wrapper).pop(name, None)
@@ -264,8 +271,15 @@ class Groups:
         for wrapper, module, settings, before in wrappers:
             vars(wrapper).clear()
             DistributedDataParallel.__init__(wrapper, module, **settings)
-            for name in ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-                vars(wrapper)[name] = before[name]
+            now, hooks = vars(wrapper), before.get("_comm_hooks", ())
+            kept = {name for name in before if name not in now or "_hooks" in name} | {"training"}
+            now |= {name: before[name] for name in kept - {"_comm_hooks"}}
+            for hook, state in hooks:
+                if any(
+                    isinstance(value, c10d.ProcessGroup) for value in (state, *getattr(state, "__dict__", {}).values())
+                ):
+                    raise OomDoctorError("a communication hook of DDP's holds a group, which cannot be made anew in it")
+                wrapper.register_comm_hook(state, hook)
 
     def destroy(self) -> None:
         """Have torch forget all groups, so that the program can make them anew."""
@@ -280,6 +294,12 @@ class Groups:
             if getattr(hook, "__name__", "") == "_distributed_excepthook":
                 inner = [cell.cell_contents for cell in hook.__closure__ or ()]
                 sys.excepthook = next((one for one in inner if callable(one)), sys.__excepthook__)
+
+
+def _world_of_environment(otherwise: int) -> int:
+    """Return how many ranks a launcher has told of, where a program names no number."""
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdigit() else otherwise
 
 
 def _settings(wrapper: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ that one is.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,12 +37,14 @@ class _Process:
         job: its part in a job, None where it has none.
         call: the call that is on, the outermost one.
         has_left: whether it takes no part any more.
+        is_forgotten_in_copies: whether copies of the process take none.
     """
 
     groups: Groups | None = None
     job: Job | None = None
     call: JobCall | None = None
     has_left = False
+    is_forgotten_in_copies = False
 
 
 def watch_groups() -> None:
@@ -81,13 +84,28 @@ def _join() -> None:
     groups, call = _Process.groups, _Process.call
     if groups is None or _Process.job is not None or _Process.has_left:
         return
-    _Process.job = of_group(groups, begun_s=_REACHED_S)
+    try:
+        _Process.job = of_group(groups, begun_s=_REACHED_S)
+    except Exception as why:  # noqa: BLE001 - border: the program has its group, and goes on without us
+        _Process.has_left = True
+        told = f"{type(why).__name__}: {why}".partition("\n")[0]
+        print(say(f"oomdoctor: the ranks are not healed together: {told}"), file=sys.stderr)
     if _Process.job is not None:
+        if not _Process.is_forgotten_in_copies and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forget)
+            _Process.is_forgotten_in_copies = True
         _Process.job.releases_on_error = False
         # At the end of processes that multiprocessing has forked as well, where ``atexit`` is not heeded.
         Finalize(None, _Process.job.retire, exitpriority=1)
         if call is not None:
             call.join(_Process.job, keeps_group=False)
+
+
+def _forget() -> None:
+    """Take no part in a copy of the process, which is no rank."""
+    if _Process.job is not None:
+        type(_Process.job).running = None
+        _Process.has_left, _Process.job, _Process.call = True, None, None
 
 
 class JobCall:
