@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import signal
 import sys
@@ -208,3 +209,31 @@ def test_its_figures_are_those_of_the_incident() -> None:
     assert (found.family, found.device, found.total, found.free) == (Family.HOST, "cpu", 512 * MIB, 12 * MIB)
     error.used = "all"  # type: ignore[assignment]
     assert from_exception(error, {}).free is None
+
+
+def test_what_a_thread_was_asked_for_and_has_not_raised_is_taken_back(interrupt: Interrupt) -> None:
+    """It waits where no error can reach it, and the memory may be free again when it goes on."""
+    release, is_waiting, ended = threading.Event(), threading.Event(), list[str]()
+
+    def waits() -> None:
+        try:
+            is_waiting.set()
+            release.wait(20)
+            ended.append("at its end")
+        except MemoryError:
+            ended.append("by an error")
+
+    for takes_back in (False, True):
+        release.clear()
+        is_waiting.clear()
+        thread = threading.Thread(target=waits)
+        thread.start()
+        is_waiting.wait(20)
+        time.sleep(0.2)  # until it has no line of its own any more
+        interrupt._told.add(thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(MemoryError))
+        if takes_back:
+            interrupt.begin_anew()
+        release.set()
+        thread.join()
+    assert ended == ["by an error", "at its end"]
