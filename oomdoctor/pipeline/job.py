@@ -21,6 +21,7 @@ from oomdoctor.objects.frames import chained
 from oomdoctor.ranks.circle import Circle, Word, WordKind
 from oomdoctor.ranks.groups import C10D, Groups
 from oomdoctor.ranks.presence import SilentRank
+from oomdoctor.ranks.restart import restarts
 from oomdoctor.sandbox import process_groups
 
 _NEWS_S: Final = 1.0
@@ -78,7 +79,7 @@ def of_environment() -> Job | None:
         world=int(told["WORLD_SIZE"]),
         host=told["MASTER_ADDR"],
         port=groups.port,
-        restart=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restart=restarts(),
         release=groups.release,
     )
     return Job(circle=groups.circle, groups=groups)
@@ -104,9 +105,15 @@ def of_group(groups: Groups, *, begun_s: float) -> Job | None:
     else:
         host, port, kept = _opened_by_first(store, rank)
     groups.port = port
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    terms: dict[str, Any] = {"rank": rank, "world": world, "host": host, "port": port, "restart": restart}
-    circle = Circle(**terms, name=f"oomdoctor/{name}/", release=groups.release)
+    circle = Circle(
+        rank=rank,
+        world=world,
+        host=host,
+        port=port,
+        restart=restarts(),
+        name=f"oomdoctor/{name}/",
+        release=groups.release,
+    )
     circle.closed = partial(own.delete_key, _NAME)
     groups.circle = circle
     if not groups.is_known:

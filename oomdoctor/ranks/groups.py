@@ -323,29 +323,33 @@ def _sockets() -> dict[int, int]:
     return found
 
 
+@contextmanager
+def _connection(number: int) -> Iterator[tuple[socket.socket, Any, Any]]:
+    """Give a connection by TCP of this process, with its names here and there.
+
+    Raises:
+        OSError: it was closed meanwhile, listens, waits to be connected, or is none by TCP.
+    """
+    with socket.socket(fileno=os.dup(number)) as own:
+        if own.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError
+        yield own, own.getsockname(), own.getpeername()
+
+
 def _shut_down(number: int, port: int, *, is_meeting: bool) -> bool:
     """Shut a connection by TCP down, unless it is one to the job's store that no meeting waits on."""
-    with suppress(OSError):  # it was closed meanwhile, or is none
-        with socket.socket(fileno=os.dup(number)) as own:
-            if own.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            try:
-                theirs = own.getpeername()[1]
-            except OSError:  # it listens, or waits to be connected
-                return False
-            if own.getsockname()[1] == port or (theirs == port and not is_meeting):
-                return False
-            own.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError), _connection(number) as (own, here, there):
+        if here[1] == port or (there[1] == port and not is_meeting):
+            return False
+        own.shutdown(socket.SHUT_RDWR)
         return True
     return False
 
 
 def _ends(number: int) -> tuple[str, str] | None:
     """Return the address of a connection by TCP here and there; None where it is none."""
-    with suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
-        if own.family in (socket.AF_INET, socket.AF_INET6):
-            here, there = own.getsockname(), own.getpeername()
-            return _address(here), _address(there)
+    with suppress(OSError), _connection(number) as (_, here, there):
+        return _address(here), _address(there)
     return None
 
 

@@ -41,10 +41,14 @@ class Terminated(BaseException):
     """The launcher ends this process, while the ranks talk."""
 
 
+def restarts() -> int:
+    """Return how many times the launcher has started the job anew. Source: torchrun tells its processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def restarts_left() -> int:
-    """Return how many times the launcher starts the job anew. Source: torchrun tells its processes both."""
-    told = os.environ
-    return int(told.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(told.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Return how many times the launcher starts the job anew. Source: torchrun tells its processes."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restarts()
 
 
 def write_down(circle: Circle, change: WrittenDown) -> None:
